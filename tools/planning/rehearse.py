@@ -1,10 +1,10 @@
-"""Rehearse one optimizer step of one rank of any cluster, on this machine, without arithmetic.
+"""Run one optimizer step of one rank of any cluster on this machine, without the arithmetic.
 
-The training code places the model on the mesh and runs the step: layout.py, dist.py, optim.py and
-train.train_step. Only the process group and the tensors are fake, both from torch. The group's
-collectives return at once and send nothing. The tensors have shapes, dtypes and storages, but no
-values. So the communication, allocations and operations of one rank out of thousands are counted,
-not derived from formulas.
+The training code lays out the model and runs the step: layout.py, dist.py, optim.py and
+train.train_step. Only two things are fake, both from torch: the process group, whose collectives
+return at once and send nothing, and the tensors, which have shapes, dtypes and storages but no
+values. So the communication, allocations and FLOPs of one rank out of thousands are counted, not
+derived from formulas.
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ from runtime.profiling import CommunicationCounter, Traffic
 
 @dataclass(frozen=True)
 class Communication:
-    """The calls of one collective over one axis by one rank, in one phase of an optimizer step."""
+    """The collectives of one kind that one rank runs on one axis in one phase of a step."""
 
     axis: str  # dp_replicate, dp_shard, tp, world
-    collective: str  # a name that profiling.CommunicationCounter uses
+    collective: str  # a kind of profiling.CommunicationCounter
     phase: str  # forward, backward, optimizer
     count: int
     bytes: int  # the size of the full tensors, as profiling.CommunicationCounter counts it
@@ -69,21 +69,21 @@ class Operation:
     """Identical operations of one rank in one optimizer step."""
 
     phase: str  # forward, backward, optimizer
-    name: str  # the name of torch's operator
-    shape: tuple[int, ...]  # the result's shape; (..., m, n, k) for matrix products, () for lists
+    name: str  # torch's operator
+    shape: tuple[int, ...]  # of the first result, with k for a matrix product; () without result
     count: int = 0
-    flops: float = 0.0  # FLOPs of matrix products, summed over all operations
-    bytes: int = 0  # bytes read and written, summed over all operations
+    flops: float = 0.0  # of all of them; 0 unless matrix products
+    bytes: int = 0  # read and written by all of them
 
 
-# A block was allocated, resized or freed: (number of the phase as text, kind, change in bytes)
+# A block was allocated, resized or freed: number of the phase as text, kind, bytes that it grew by
 Change = tuple[str, str, int]
 
-# Kinds of memory. If several kinds apply to a storage during its life, the first of them counts.
+# Kinds of memory. If a storage has several during its life, the first of this list counts.
 KINDS = (
     "parameters",
     "optimizer",
-    "gradients",  # those that the optimizer reads, or that are kept for the next micro-batch
+    "gradients",  # those that the optimizer reads, and those kept for a later micro-batch
     "logits",
     "gathered",  # FSDP's communication buffers, and weights in the compute dtype
     "activations",
@@ -93,22 +93,22 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The memory, communication and operations of one optimizer step on one rank."""
+    """What one rank holds, sends and computes in one optimizer step."""
 
     run: Run
-    parameters: int  # number of parameters of the full model
+    parameters: int  # of the full model
     parameters_per_rank: int
-    memory: dict[str, int]  # bytes of tensors at the peak, for each of KINDS
-    state: dict[str, int]  # bytes of parameters, gradients and optimizer state at the update
+    memory: dict[str, int]  # bytes of tensors by KINDS, at the peak
+    state: dict[str, int]  # bytes of parameters, gradients and optimizer at the update
     communication: list[Communication]
     operations: list[Operation]
     flops: float  # per step, without recomputation and the update
     recomputed_flops: float
-    changes: list[Change] = field(default_factory=list, repr=False)  # empty once `memory` is known
+    changes: list[Change] = field(default_factory=list, repr=False)  # until `memory` is known
 
     @property
     def peak(self) -> int:
-        """The peak bytes of tensors since the model was built."""
+        """Peak bytes of tensors, from the build of the model on."""
         return sum(self.memory.values())
 
 
@@ -126,21 +126,21 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
         world = dist.World(
             rank=rank,
             size=world_size,
-            local_rank=rank,  # the number of hosts does not change any count
+            local_rank=rank,  # as if on one host: no count depends on hosts
             local_size=world_size,
             device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
             timeout=timedelta(minutes=1),
             store=store,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a real run shows them
+            warnings.simplefilter("ignore")  # the real run shows them
             found = run_layers(dataclasses.replace(run, compile=False), world)
     return dataclasses.replace(found, run=run)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, so that tensors are freed only with their last reference."""
+    """Free tensors only with their last reference, not when a collection happens to run."""
     gc.disable()
     try:
         yield
@@ -150,7 +150,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
-    """Join a fake process group of `world_size` ranks, of which only this rank exists."""
+    """A process group of `world_size` ranks, of which only `rank` exists."""
     store = FakeStore()
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
@@ -169,10 +169,10 @@ def leave_group() -> None:
 
 
 def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
-    """Build the model and the optimizer, run a step and return what was recorded."""
+    """Build the model and the optimizer, run a step, and return what was recorded."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
-    net = layout.empty_model(run)  # before recording: a recorded parameter cannot be moved
+    net = layout.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
         choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), no_garbage_collection():
@@ -204,41 +204,41 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
 
 
 # --------------------------------------------------------------------------------------------------
-# A step of many layers, from steps of few
+# A step of many layers, from steps of few layers
 
-REHEARSED_UNITS = 2  # of FSDP: the first and the last
+REHEARSED_UNITS = 2  # FSDP units: the first and the last
 
 
 def run_layers(run: Run, world: dist.World) -> Rehearsal:
-    """Rehearse the step of `run`. If it is exact, rehearse fewer layers and extend the result.
+    """Rehearse the step of `run`, by extending a step of few layers if that is exact.
 
-    All FSDP units between the first and the last do the same, at the same places of the step. What
-    a third unit adds to these two, each further unit adds as well. This does not apply to DDP,
-    whose buckets ignore the blocks, nor to Muon, which assigns matrices to all ranks in turn.
+    All FSDP units between the first and the last do the same, in the same places of the step. So
+    each further unit adds what a third adds to two. This is not so with DDP, whose buckets may end
+    anywhere, nor with Muon, whose matrices are dealt to all ranks.
     """
-    mesh = dist.make_mesh(world, run.mesh_shape)  # one mesh: DTensor caches the first one's groups
+    mesh = dist.make_mesh(world, run.mesh_shape)  # one for all steps: DTensor caches its groups
 
     def rehearse_layers(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(run.model_config, n_layer=n_layer)
         return run_step(dataclasses.replace(run, n_layer=n_layer, model_config=model_config), mesh)
 
     n_layer = run.n_layer
-    unit = blocks_per_unit(run.wrap) or n_layer  # blocks in a unit; if it has all, none repeats
-    more = n_layer // unit - REHEARSED_UNITS  # the number of units to add
+    unit = blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
+    more = n_layer // unit - REHEARSED_UNITS  # units to add
     few = n_layer - more * unit
     found = None
     repeats = run.optimizer != "muon" and (run.strategy != "ddp" or run.tp > 1)
     if more > REHEARSED_UNITS + 1 and repeats:
-        with suppress(ValueError):  # raised by `extend` if the units do not repeat
+        with suppress(ValueError):  # from `extend`: the units differ
             found = extend(rehearse_layers(few), rehearse_layers(few + unit), more)
     found = found or rehearse_layers(n_layer)
     return dataclasses.replace(found, memory=at_peak(found.changes), changes=[])
 
 
 def extend(few, more, times: int):
-    """Add the difference between `more` and `few` to `few`, `times` times.
+    """Return `few` plus `times` times what `more` adds to its numbers and lists.
 
-    Numbers are extrapolated, lists get inserted items again. Raises ValueError otherwise.
+    Raises ValueError if the two differ in any other way.
     """
     if few == more:
         return few
@@ -256,7 +256,7 @@ def extend(few, more, times: int):
 
 
 def extend_list(few: list, more: list, times: int) -> list:
-    """Insert what `more` inserts into `few`, `times` times; extend the other items in pairs."""
+    """Repeat `times` times what `more` inserts, and extend the other items pair by pair."""
     found = []
     matcher = difflib.SequenceMatcher(None, few, more, autojunk=False)
     for _, i, i_end, j, j_end in matcher.get_opcodes():
@@ -272,7 +272,7 @@ def extend_list(few: list, more: list, times: int) -> list:
 
 
 def at_peak(changes: list[Change]) -> dict[str, int]:
-    """Return bytes by kind at the first time when their sum is at its maximum."""
+    """Return the bytes by kind when their sum first reaches its maximum."""
     totals = list(itertools.accumulate(size for _, _, size in changes))
     sizes = dict.fromkeys(KINDS, 0)
     for _, kind, size in changes[: totals.index(max(totals)) + 1]:
@@ -286,9 +286,9 @@ def at_peak(changes: list[Change]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Block:
-    """The storage of one tensor or of several that share it."""
+    """A storage, which several tensors may share."""
 
-    phase: str  # the phase in which it was allocated
+    phase: str  # when it was allocated
     kind: str
     reference: weakref.ref | None
     size: int = 0
@@ -301,7 +301,7 @@ class Block:
 
 
 class Collectives(CommunicationCounter):
-    """Counts by axis, kind and phase. A collective counts once per micro-batch it represents."""
+    """Counts by axis, kind and phase, once for each micro-batch that the current one stands for."""
 
     def __init__(self, mesh: dist.DeviceMesh, recorder: "Recorder"):
         super().__init__(mesh)
@@ -337,12 +337,12 @@ def tensors_in(tree) -> list[Tensor]:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return a tensor's bytes; for an expanded tensor, the bytes of its storage."""
+    """Bytes of a tensor, or of its storage if an expanded tensor repeats it."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that a kernel reads or writes; a tensor changed in place appears twice."""
+    """The tensors that a kernel reads or writes. Those that it changes in place count twice."""
     if function.overloadpacket in SELECTING:
         return results
     if any(word in function._schema.name for word in ("copy", "cat", "zero", "fill")):
@@ -353,20 +353,20 @@ def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Te
 class Recorder(TorchDispatchMode):
     """Records operations, collectives, and when the storage of each tensor is allocated and freed.
 
-    A storage's kind may become known only later: for a gradient, when the optimizer reads it. So
-    the peak is computed at the end. Memory that an operation allocates and frees itself is missed.
+    A storage's kind may be known only later: a gradient's when the optimizer reads it. So the peak
+    is found at the end. Memory that a single operation allocates and frees is not seen.
     """
 
     def __init__(self, fakes: FakeTensorMode):
         super().__init__()
         self.fakes = fakes
         self.phase = "build"
-        self.times = 1  # the number of micro-batches that the current one represents
-        self.live: dict[int, Block] = {}  # by the storage's id
-        self.resizable: dict[int, Block] = {}  # the blocks in `live` that FSDP may resize
-        self.vocab_size = 0  # the part on this rank; set by `follow`
-        self.phases = 0  # the number of phases started so far
-        self.events: list[tuple[int, Block, int]] = []  # Changes, whose kinds are still unknown
+        self.times = 1  # micro-batches that the current one stands for
+        self.live: dict[int, Block] = {}  # by storage id
+        self.resizable: dict[int, Block] = {}  # the blocks of `live` that FSDP may resize
+        self.vocab_size = 0  # of this rank; `follow` sets it
+        self.phases = 0  # started so far
+        self.events: list[tuple[int, Block, int]] = []  # like Change, before kinds are known
         self.collectives: Collectives | None = None
         self.flops: Counter[str] = Counter()
         self.operations: dict[tuple, Operation] = {}
@@ -377,16 +377,16 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types or AsyncCollectiveTensor in types:
-            return NotImplemented  # DTensor then calls operations on local tensors
-        if function is torch.ops.prim.device.default:  # a short cut: every second call is this one
+            return NotImplemented  # it decomposes into operations on local tensors
+        if function is torch.ops.prim.device.default:  # half of all operations
             return args[0].fake_device
         kwargs = kwargs or {}
         result = self.run(function, types, args, kwargs)
         if self.is_about_shapes(types):
             return result
         operands, results = tensors_in((args, kwargs)), tensors_in(result)
-        if not function.is_view:  # the only new storage in a view is gloo's buffer, not yet split
-            if self.phase != "optimizer":  # FSDP resizes nothing in the optimizer
+        if not function.is_view:  # a view allocates nothing, but might show a buffer of gloo
+            if self.phase != "optimizer":  # which FSDP does not take part in
                 self.see_resized()
             for tensor in results:
                 self.see(tensor)
@@ -400,14 +400,14 @@ class Recorder(TorchDispatchMode):
     def run(self, function, types, args, kwargs):
         """Run an operation, and complete what the fake process group omits."""
         if function is torch.ops.aten.new_empty.default and args[1] == [0] and args[0].is_meta:
-            # FSDP creates an empty tensor for each rank without rows of a weight (twelve million
-            # for llama3-70b on 16,384 ranks), of which it uses only this rank's.
+            # FSDP creates an empty tensor for each rank that gets no row of a weight (12 million for
+            # llama3-70b on 16,384 ranks), and uses only its own rank's.
             return self.empty
         if FakeTensor not in types and is_real(args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if function is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # the fake operation would return a copy
+            return args[0]  # on fake tensors it would make a copy
         result = function(*args, **kwargs)
         if function is torch.ops.c10d.allreduce_.default:
             # DDP reads the reduced bucket from the future, which the fake group does not fill.
@@ -420,8 +420,8 @@ class Recorder(TorchDispatchMode):
     def is_about_shapes(self, types) -> bool:
         """Whether DTensor is only computing a result's shape.
 
-        DTensor then enters the fake mode a second time, and runs the operation on full tensors,
-        which no rank allocates.
+        For this it enters the mode once more, and runs the operation on full tensors, which no
+        rank ever holds.
         """
         return len(self.fakes.enter_stack) > 1
 
@@ -449,7 +449,7 @@ class Recorder(TorchDispatchMode):
     def see_resized(self) -> None:
         """Record which storages FSDP freed or resized since the last call.
 
-        A dispatch mode is not called when a storage is resized.
+        A dispatch mode does not see that a storage is resized.
         """
         for block in self.resizable.values():
             size = block.reference().nbytes()
@@ -469,7 +469,7 @@ class Recorder(TorchDispatchMode):
         return self.live.get(id(tensor.untyped_storage()))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of these tensors' blocks, unless an earlier one of KINDS applies to them."""
+        """Set the kind of these tensors' storages, unless theirs comes first in KINDS."""
         for tensor in tensors:
             block = self.block_of(optim.local(tensor))
             if block and KINDS.index(kind) < KINDS.index(block.kind):
@@ -490,19 +490,19 @@ class Recorder(TorchDispatchMode):
                 self.mark(results, "gathered")
 
     def changes(self) -> list[Change]:
-        """Return all changes of blocks, with their final kinds."""
+        """Return what happened to the blocks, now that their kinds are known."""
         return [(str(phase), block.kind, size) for phase, block, size in self.events]
 
     # FLOPs, kernels and collectives
 
     def count_flops(self, function, args, kwargs, result) -> float:
-        """Add a matrix product's FLOPs to the step's and return them; 0 for other functions."""
+        """Return the FLOPs of a matrix product, and add them to those of the step."""
         packet = function.overloadpacket
         repeated = 0.0
         if packet is ATTENTION:
             flops = 2 * attention_product(*args[:2])
         elif packet is ATTENTION_BACKWARD:
-            # Four for gradients (q, k, v, scores); one recomputes the scores, which were not kept
+            # The gradients of q, k, v and the scores, and once more the scores, which were not kept
             repeated = attention_product(*args[1:3])
             flops = 5 * repeated
         elif formula := flop_registry.get(packet):
@@ -549,9 +549,9 @@ class Recorder(TorchDispatchMode):
     def follow(
         self, mesh: dist.DeviceMesh, run: Run, state: train.State, forward: nn.Module
     ) -> SimpleNamespace:
-        """Start to recognize the tensors of a run and the phases of its steps.
+        """Mark the tensors of a built run, and follow the phases of its steps.
 
-        Returns an object that replaces the optimizer in train.train_step.
+        Returns what train.train_step gets in place of the optimizer.
         """
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
@@ -577,11 +577,11 @@ class Recorder(TorchDispatchMode):
             self.times = 1
 
     def batches(self, batches: Iterator[Tensor], times: list[int]) -> Iterator[Tensor]:
-        """Yield the micro-batches of a step; each represents `times` equal micro-batches."""
+        """Yield the micro-batches of a step; number i stands for times[i] equal ones."""
         for number, stands_for in enumerate(times):
             if number > 0:
                 self.mark_kept_gradients()
-            self.begin("build")  # creating the micro-batch does not count
+            self.begin("build")  # the micro-batch; not counted
             tokens = next(batches)
             self.begin("forward")
             self.times = stands_for
@@ -612,9 +612,9 @@ class Recorder(TorchDispatchMode):
 def is_real(args, kwargs) -> bool:
     """Whether an operation without fake operands runs on real tensors.
 
-    torch reads the values of a mesh's ranks and of the order of DDP's buckets. They are small int32
-    tensors on the CPU, a dtype that the model does not use. On the meta device, where the model is
-    before it gets memory, fake tensors would only be slower.
+    torch reads the ranks of a mesh and the order of DDP's buckets from small int32 tensors on the
+    CPU, a dtype that the model does not use. On the meta device, where the model is before it gets
+    memory, fake tensors would only be slower.
     """
     tensors = tensors_in((args, kwargs))
     if not tensors:
@@ -627,13 +627,14 @@ def is_real(args, kwargs) -> bool:
 
 
 def choose_gpu_kernels(net: nn.Module) -> None:
-    """Make the model on the CPU allocate what it would allocate on a GPU.
+    """Make the model allocate on the CPU what it would allocate on a GPU.
 
-    There, attention of any length is one kernel, and so is a norm. The CPU's attention kernel keeps
-    as much (q, k, v, result, one number per token and head), with the result in q's layout (cuDNN).
+    On a GPU, a norm is one kernel, and so is attention for any length. The CPU's attention keeps as
+    much for backward (q, k, v, the result, and a number per token and head), and like cuDNN it
+    returns the result in q's layout.
     """
     kernels = GpuKernels()
-    # In each module: autograd switches modes off in backward, where a block may be recomputed.
+    # In hooks: autograd switches modes off in backward, where a block may be computed again.
     for module in net.modules():
         if isinstance(module, model.Attention | model.Embedding | model.RMSNorm):
             module.register_forward_pre_hook(kernels.enter)
@@ -641,7 +642,7 @@ def choose_gpu_kernels(net: nn.Module) -> None:
 
 
 class GpuKernels(TorchFunctionMode):
-    """Overrides the functions by which the model chooses a kernel."""
+    """Replaces the functions by which the model chooses a kernel."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
