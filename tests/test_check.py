@@ -224,12 +224,12 @@ def test_lost_gradients_and_a_wrong_loss_both_fail(checked):
 ON_ONE_RANK = {
     "bfloat16 update gradient": [
         ("loss, second half", ""),
-        ("no update except weight decay: 20 parameters", ""),
+        ("no update besides weight decay: 20 parameters", ""),
         ("one rank's gradients 0.05 is not between 0 and 0.01", ": blocks.0.attention.q.weight"),
     ],
     "float32 block frozen load gradient": [
         ("no gradient: 9 parameters, such as ", ""),
-        ("no update except weight decay: 9 parameters, such as ", ""),
+        ("no update besides weight decay: 9 parameters, such as ", ""),
         ("resumed loss ", ""),
         ("one rank's gradients 0.01 is not between 0 and 1e-05", ": blocks.0.attention.q.weight"),
     ],
@@ -319,7 +319,7 @@ def test_a_link_is_slow_only_if_a_second_measurement_agrees(second, slow):
     result = parity.Check()
     with mock.patch.object(check, "best_times", side_effect=times):
         check.time_links(ranks, result, "on a host", pairs)
-    expected = ["slow: the link from rank 1 to rank 0, 2.0 x as long as other links"]
+    expected = ["slow: the link from rank 1 to rank 0 takes 2.0 x as long as the faster links"]
     assert result.problems == slow * expected
 
 

@@ -1,10 +1,10 @@
-"""Check that a planned run works on these ranks as it does on one, and that no link is slow.
+"""Check that a planned run works on these ranks as on one, and that no link is slow.
 
 torchrun --standalone --nproc_per_node 2 -m tools.check --json check.json
 torchrun --nnodes 4 --nproc_per_node 8 ... -m tools.check --model llama3-8b --strategy hsdp
 python -m tools.check --fuzz 60
 
-It takes the flags of the planned run, and is started like train.py. --fuzz draws small random runs
+Start it like train.py, with the flags of the planned run. With --fuzz it draws small random runs
 instead, and starts their ranks itself.
 """
 
@@ -28,10 +28,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As in train.py
+    # Allocate as train.py does.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's log
 
 import torch
 import torch.distributed
@@ -66,15 +66,15 @@ from tools.measuring.parity import (
 from tools.planning import rehearse
 
 STEPS = 20
-GRAD_ACCUM_STEPS = 2  # so that code between micro-batches is checked as well
-LEARNED = 0.995  # the maximum ratio of the losses in the second and the first half of the steps
-LEAST_STEPS = 4  # two in each half; the second half is profiled
-MICRO_BATCHES = 1000  # roughly the maximum for one rank, which computes the micro-batches of all
-# A link is slow if its best time is more than SLOW times as long as the faster links' times.
+GRAD_ACCUM_STEPS = 2  # so that gradient accumulation is checked as well
+LEARNED = 0.995  # limit of the loss in the second half of the steps, relative to the first half
+LEAST_STEPS = 4  # enough to profile the second half
+MICRO_BATCHES = 1000  # about the most in the run on one rank, which computes those of all ranks
+# A link is slow if the best of its REPEATS times exceeds SLOW x the first quartile of all links.
 SLOW, REPEATS = 1.4, 30
-LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # at least as much as a switch may buffer
-# Flags of every run, which override the planned run's flags. At a high learning rate, two runs in
-# bfloat16 would drift apart within 20 steps.
+LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # more than a switch may buffer
+# Flags of every run, which override those of the planned run. The learning rate is low: at a high
+# one, two runs in bfloat16 drift apart within 20 steps.
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
@@ -88,19 +88,19 @@ SHORT = (
 
 
 class Ranks:
-    """Trains a short version of the planned run, on its mesh and on this rank alone."""
+    """Trains the planned run, cut short, on the mesh of all ranks and on each rank alone."""
 
     def __init__(self, flags: dict, out: str | None, world: dist.World, watchdog: Watchdog):
         self.world = world
         self.watchdog = watchdog
         self.store = world.store.clone()
-        # `alone` leaves this group. Without torchrun, rank 0's group keeps the store's server.
+        # Kept after `alone` leaves it: without torchrun, rank 0's group owns the store's server.
         self.first_group = torch.distributed.group.WORLD
         device = metrics.device_name(world.device)
         name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
         self.names = dist.on_all_ranks(lambda: name)
         parent = Path(out or tempfile.gettempdir()).absolute()
-        parent.mkdir(parents=True, exist_ok=True)  # the planned run's --out may not exist yet
+        parent.mkdir(parents=True, exist_ok=True)  # --out of a planned run may not exist yet
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
@@ -117,7 +117,7 @@ class Ranks:
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
-        """Resolve flags into a run, with the model of the checkpoint that they specify, if any."""
+        """Return the run of `flags`, with the model of their checkpoint, if they give one."""
         return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
@@ -126,10 +126,10 @@ class Ranks:
         return train_watched(run, self.origin, self.folders, world, self.watchdog, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
-        """Train on this rank alone; return its log, perturbed logs and a step's planned traffic."""
+        """Train on this rank alone; return its run, perturbed ones, and the rehearsed traffic."""
         rehearse.leave_group()
         found = rehearse.rehearse(self.run, self.world.rank)
-        # Each rank forms a separate world.
+        # Each rank forms a world of size 1.
         store = torch.distributed.HashStore()
         one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
         world = dataclasses.replace(self.world, **one)
@@ -153,8 +153,8 @@ class Ranks:
 
 
 def shorten(planned: Run) -> dict:
-    """Return the flags of a run with two blocks and two micro-batches, on the same mesh."""
-    per_forward = planned.micro_batch_size * planned.dp_size  # sequences on all ranks together
+    """Return the flags of a run cut to two blocks and two micro-batches per rank, on its mesh."""
+    per_forward = planned.micro_batch_size * planned.dp_size  # sequences of all ranks
     return planned.manifest["config"] | {
         "n_layer": min(2, planned.n_layer),
         "global_batch_size": GRAD_ACCUM_STEPS * per_forward,
@@ -169,15 +169,13 @@ def shorten(planned: Run) -> dict:
 def links(ranks: Ranks, check: Check) -> None:
     """Time transfers between neighbours, on a host and across hosts, and report slow links."""
     size, local_size = ranks.world.size, ranks.world.local_size
-    # Round -> pairs (sender, receiver). A host is in one pair of a round, so that N adds no rounds.
+    # Round -> pairs (sender, receiver). In a round a host is in one pair: more hosts add no rounds.
     on_host, across = defaultdict(list), defaultdict(list)
     for rank in range(size):
         host, place = divmod(rank, local_size)
         on_host[place].append((rank, rank - place + (place + 1) % local_size))
         peer = (rank + local_size) % size
-        turn = (
-            2 if peer < rank and host % 2 == 0 else host % 2
-        )  # 2: the last of an odd number of hosts
+        turn = 2 if peer < rank and host % 2 == 0 else host % 2  # 2: the last of an odd count
         across[place, turn].append((rank, peer))
     if local_size > 1:
         time_links(ranks, check, "on a host", [*on_host.values()])
@@ -186,7 +184,7 @@ def links(ranks: Ranks, check: Check) -> None:
 
 
 def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]]) -> None:
-    """Time links (sender, receiver), and report the links that are slow twice."""
+    """Time the links of all `rounds`, and report those that are slow in two measurements."""
     device = ranks.world.device
     best = best_times(rounds, device)
     check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
@@ -196,25 +194,25 @@ def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]])
         slow = {pair: ratio for pair, ratio in again.items() if pair in slow}
     for (sender, receiver), ratio in slow.items():
         link = f"the link from {ranks.names[sender]} to {ranks.names[receiver]}"
-        check.problems.append(f"slow: {link}, {ratio:.1f} x as long as other links")
+        check.problems.append(f"slow: {link} takes {ratio:.1f} x as long as the faster links")
 
 
 def best_times(rounds: list[list[tuple]], device: torch.device) -> dict[tuple[int, int], float]:
-    """Time one round after another; return the least seconds of each link, on all ranks."""
-    best = min(transfer(pairs, device) for pairs in rounds * REPEATS)  # for the link to this rank
+    """Return link -> the seconds of its fastest transfer. All ranks call it and get the same."""
+    best = min(transfer(pairs, device) for pairs in rounds * REPEATS)  # of the link to this rank
     of_ranks = dist.on_all_ranks(lambda: best)
     return {pair: of_ranks[pair[1]] for pairs in rounds for pair in pairs}
 
 
 def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return {link: ratio} for links that take more than SLOW times as long as the faster links."""
+    """Return slow link -> its time relative to the first quartile of all links."""
     by_time = sorted(best.values())
     typical = by_time[len(best) // 4]  # not the median: one slow host may slow many links
     return {pair: least / typical for pair, least in best.items() if least > SLOW * typical}
 
 
 def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
-    """Return the seconds of the transfer to this rank, inf if there is none. All ranks call it."""
+    """Return the seconds of a transfer to this rank, inf without one. All ranks must call it."""
     tensor = torch.zeros(LINK_BYTES[device.type] // 4, device=device)
     rank = torch.distributed.get_rank()
     operations = []
@@ -234,7 +232,10 @@ def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
 
 
 def parity(ranks: Ranks, check: Check) -> None:
-    """Check that a run on the mesh equals one rank's, sends what is rehearsed, and resumes."""
+    """Check that a run on the mesh equals the run on one rank up to rounding, and can be resumed.
+
+    Its profiled step must have no host syncs, and must send what is rehearsed.
+    """
     alone, perturbed, sent = ranks.alone()
     spreads = dist.on_all_ranks(lambda: [spread(alone, log) for log in perturbed])
     limits = rounding_limits(itertools.chain(*spreads), ranks.run.compute_dtype)
@@ -257,7 +258,7 @@ def parity(ranks: Ranks, check: Check) -> None:
     except checkpoint.CheckpointError as error:
         check.problems.append(str(error))
         return
-    # Equal bit for bit on CPUs. On GPUs, the backward of attention is not deterministic.
+    # Equal bit for bit on CPUs. On GPUs attention's backward is not deterministic.
     is_exact = ranks.world.device.type == "cpu"
     resumed_limits = dict.fromkeys(limits, 0.0) if is_exact else limits
     compare(check, "resumed", mesh.rows, resumed.rows, resumed_limits)
@@ -267,16 +268,16 @@ def parity(ranks: Ranks, check: Check) -> None:
 
 
 def check_learning(check: Check, log: RunLog, run: Run) -> None:
-    """Check that the loss falls, and that each parameter gets gradients and updates.
+    """Check that the loss falls, and that each parameter learns: two dead models agree as well.
 
-    Two models that learn nothing would agree. A gradient must be above 0 after the first step, in
-    which blocks may get none, and an update larger than weight decay alone can make it.
+    Each parameter needs a gradient after the first step (in which a block may not get one yet), and
+    an update that is larger than weight decay alone could make it.
     """
     half = len(log.rows) // 2
     losses = [row["loss"] for row in log.rows]
     ratio = sum(losses[-half:]) / sum(losses[:half])
     check.limit("loss, second half / first", ratio, LEARNED)
-    decay = 2 * run.lr * run.weight_decay  # a factor of 2, because weights may shrink
+    decay = 2 * run.lr * run.weight_decay  # twice: weight_norm is from after the update
     names, with_gradient, updated = set(), set(), set()
     for row in log.of_parameters:
         names.add(row["parameter"])
@@ -286,14 +287,14 @@ def check_learning(check: Check, log: RunLog, run: Run) -> None:
             updated.add(row["parameter"])
     for fault, found in (
         ("no gradient", names - with_gradient),
-        ("no update except weight decay", names - updated),
+        ("no update besides weight decay", names - updated),
     ):
         if found:
             check.problems.append(f"{fault}: {len(found)} parameters, such as {min(found)}")
 
 
 def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication]) -> None:
-    """Check that --profile found no host syncs, and compare its traffic with the rehearsal."""
+    """Check that a profiled step has no host syncs, and sends what the rehearsal sends."""
     syncs = profile["host_syncs"]
     check.limit("host syncs", sum(syncs.values()), 0)
     for place in syncs:
@@ -314,20 +315,18 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
-    """Return this command's options and the flags of the planned run. Raises UsageError."""
+    """Return the flags of this command, and those of the planned run. Raises UsageError."""
     parser = config.build_parser()
     parser.prog = "tools.check"
     parser.usage = (
         "torchrun ... -m tools.check [--FLAG VALUE ...]\n"
         "       python -m tools.check --fuzz N [--seed S]"
     )
-    parser.description = "Check the ranks with the flags of a planned run of train.py."
+    parser.description = "Check the ranks for a planned run, whose train.py flags are accepted."
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    add(
-        "--fuzz", type=cli.number(int, 1), metavar="N", help="draw N runs of up to 4 ranks (--seed)"
-    )
-    add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run as --fuzz prints it")
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--fuzz", type=cli.number(int, 1), metavar="N", help="draw N runs of 1 to 4 ranks (--seed)")
+    add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run, as printed by --fuzz")
     given = config.parse_flags(parser, [*argv, *SHORT.split()])
     own = {name: given.pop(name) for name in ("json", "fuzz", "draw")}
     options = argparse.Namespace(**own, out=given.get("out"), argv=argv)
@@ -370,7 +369,7 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
 
 
 def run_check(ranks: Ranks) -> Check:
-    """Run all checks; return them with the problems of the first rank that has any."""
+    """Run all checks. Returns this rank's figures, and problems of the first rank that has any."""
     check = Check()
     with warnings.catch_warnings(action="ignore"):
         links(ranks, check)
@@ -385,7 +384,7 @@ def run_check(ranks: Ranks) -> Check:
 
 
 def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
-    """Write the results, with the machines and the code that produced them."""
+    """Write the results, and the machines and the code that they come from."""
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "code": agreement.source_hash(),
