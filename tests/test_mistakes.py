@@ -105,8 +105,8 @@ MISTAKES = {
     ],
     "tools.bench": [
         ("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
-        ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp takes an even"),
-        ("nanogpt --path {root}", "there is no nanoGPT with data/shakespeare_char/train.bin"),
+        ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp needs an even"),
+        ("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
     ],
     "tools.check": [
         ("--json {root}/nowhere/check.json", "check.json: there is no folder "),

@@ -1,4 +1,4 @@
-"""Benchmarks. Each prints one table in Markdown, or the numbers with --json.
+"""Run a benchmark. Each one prints a table in Markdown, or with --json its numbers.
 
 python -m tools.bench strategies --nproc 2
 python -m tools.bench strategies --hosts 2 --link 200mbit
@@ -36,17 +36,17 @@ STRATEGIES = {
     "SHARD_GRAD_OP": "--strategy fsdp --reshard_after_forward false",
     "hsdp": "--strategy hsdp",
 }
-# Defaults. With 2.4 million parameters across hosts, the network matters and steps take seconds.
+# Defaults. Across hosts, 2.4 million parameters make the network matter in a step of seconds.
 ONE_HOST = dict(model="tiny", micro_batch_size=16, steps=10, rounds=3)
 ACROSS_HOSTS = dict(model="tiny --d_model 192 --d_ff 768 --seq_len 64", micro_batch_size=1)
 ACROSS_HOSTS |= dict(steps=3, rounds=1, device="cpu")
 GRAD_ACCUM_STEPS = 8  # across hosts
-# nanoGPT's size flags. Their defaults are those of the CPU command in its README.
+# nanoGPT's size flags. The defaults are the CPU command in its README, with fewer steps.
 NANOGPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)
 
 
 def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Yield the names in turn, A B A B, so that load on the machine slows all of them equally."""
+    """Yield what to measure next (A B A B), so that load on the machine slows all equally."""
     for turn in range(1, rounds + 1):
         for name in names:
             print(f"round {turn}: {name} ...", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 
 def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> dict[str, dict]:
-    """Return {name: columns}; `found` has, per round, tokens/s and the limit of its products."""
+    """Return name -> columns, from (tokens/s, tokens/s of matrix products alone) of each round."""
     rows = {}
     of_baseline = [speed for speed, _ in found[baseline]]
     for name, rounds in found.items():
@@ -69,9 +69,9 @@ def compare_rounds(found: dict[str, list[tuple]], baseline: str, unit: str) -> d
 
 
 def products_limit(printed: list[str], tokens: int) -> float:
-    """Return tokens/s/device if a micro-batch of `tokens` tokens took only its products' time."""
+    """Tokens/s/device if a micro-batch of `tokens` took only the time of its matrix products."""
     seconds = re.findall(r"matrix products of a micro-batch: (\S+) s", "".join(printed))
-    return tokens / statistics.median(map(float, seconds))  # the median over ranks
+    return tokens / statistics.median(map(float, seconds))  # over all ranks
 
 
 # --------------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ def products_limit(printed: list[str], tokens: int) -> float:
 def strategies(args: Namespace) -> list[dict]:
     """Compare the speed of the strategies on one host, or across several hosts.
 
-    With --hosts, the ranks run on CPUs in network namespaces of this machine, joined by --link. A
-    step then has eight micro-batches. In a strategy's second row, gradients are averaged after each
-    of them. That is slowest under fsdp, because gloo's reduce_scatter sends as much as an
+    --hosts puts the ranks into network namespaces of this machine, on CPUs, connected by --link.
+    A step then has eight micro-batches, and a second row of each strategy averages gradients after
+    each of them. This is slow with fsdp, because gloo's reduce_scatter sends as much as an
     all_reduce, twice as much as nccl's. hsdp has two replicas, or one on each host.
 
     The limit is the speed of the matrix products alone, except attention's, in the same process.
@@ -124,7 +124,7 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
             flags += f" --global_batch_size {GRAD_ACCUM_STEPS * sequences} {args.flags}"
             runs |= {name: flags, f"{name}, micro_batch": f"{flags} --grad_sync micro_batch"}
     if not runs:
-        raise cli.UsageError("no strategy is left: hsdp takes an even number, single one host")
+        raise cli.UsageError("no strategy is left: hsdp needs an even --nproc, single --hosts 1")
     return runs
 
 
@@ -153,19 +153,19 @@ def measure(
 
 
 def nanogpt(args: Namespace) -> list[dict]:
-    """Compare nanoGPT's trainer with this one, each also compiled, on models of the same size.
+    """Speed of nanoGPT's trainer and of this one, each also compiled, with models of the same size.
 
-    Both use the same data, layers, width, heads, tokens per step and number of parameters in the
-    blocks: SwiGLU's d_ff is 8/3 of the width, rounded to a multiple of 8. The ddp rows split the
-    batch over ranks, which have one thread each on CPUs. Ratios are relative to the faster of
-    nanoGPT's two modes. Limits are defined as in `strategies`. Needs a checkout of
+    Both use the same data, layers, width, heads and tokens per step. Their blocks have equally many
+    parameters: SwiGLU's d_ff is 8/3 of the width, rounded to a multiple of 8. The ddp rows split
+    the batch over ranks, which have one thread each on CPUs. Ratios are relative to the faster of
+    nanoGPT's two modes, and limits are as in `strategies`. Needs a checkout of
     github.com/karpathy/nanoGPT with a prepared data set.
     """
     dataset = args.path / "data" / args.dataset
     if not (dataset / "train.bin").exists():
         raise cli.UsageError(
-            f"--path {args.path}: there is no nanoGPT with data/{args.dataset}/train.bin: "
-            "clone it and run its prepare.py"
+            f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
+            "clone nanoGPT and run its prepare.py"
         )
     modes = [mode for mode in MODES if args.nproc > 1 or "ddp" not in mode]
     found = {}
@@ -184,10 +184,10 @@ def nanogpt(args: Namespace) -> list[dict]:
 
 
 def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Return the tokens/s of each step (from "iter 7: ..., time 250.00ms"), and the output."""
+    """Tokens/s of each step, from lines like "iter 7: ... time 250.00ms", and the output."""
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     values = {"device": device, "compile": "compiled" in mode, "out": out, "last": args.steps + 1}
-    # Never evaluate. The schedule divides by lr_decay_iters - warmup_iters; warmup_iters is 100.
+    # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters; the latter is 100.
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={block_size} "
         "--batch_size={batch_size} --max_iters={last} --lr_decay_iters={last} --dropout=0.0 "
@@ -202,7 +202,7 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
 
 
 def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Return the tokens/s of each step over all ranks, and the output. `mode` is in MODES."""
+    """Tokens/s of each step over all ranks, and the output. `mode` is a key of MODES."""
     strategy, nproc = ("ddp", args.nproc) if "ddp" in mode else ("single", 1)
     values = {"compile": "compiled" in mode, "last": args.steps + 2, "strategy": strategy}
     values["d_ff"] = 8 * round(args.n_embd / 3)
@@ -230,7 +230,7 @@ MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshar
 
 
 def count(default: int | None, what: str) -> dict:
-    """Return the options of a positive integer flag. `what` describes a default that is None."""
+    """Return argparse options of a positive integer. `what` explains a default that is None."""
     help = what if default is None else f"{what} (default: {default})"
     return dict(type=cli.number(int, 1), default=default, metavar="N", help=help)
 
@@ -246,18 +246,18 @@ FLAGS = {
     "strategies": {
         "only": dict(nargs="+", choices=STRATEGIES, help="rows; the first is the baseline"),
         "nproc": count(2, "processes on each host"),
-        "hosts": count(1, "hosts; several need Linux, root and iproute2"),
-        "link": dict(default="200mbit", metavar="RATE", help="a host's link (default: 200mbit)"),
-        "model": dict(choices=SIZES, help="named size (default: tiny; across hosts, wider)"),
+        "hosts": count(1, "hosts; more than one needs Linux, root and iproute2"),
+        "link": dict(default="200mbit", metavar="RATE", help="speed per host (default: 200mbit)"),
+        "model": dict(choices=SIZES, help="(default: tiny; across hosts, a wider one)"),
         "micro_batch_size": count(None, "sequences (default: 16; across hosts, 1)"),
-        "steps": count(None, "counted steps in each run (default: 10; across hosts, 3)"),
+        "steps": count(None, "measured steps of each run (default: 10; across hosts, 3)"),
         "rounds": count(None, "rounds (default: 3; across hosts, 1)"),
         **COMMON,
     },
     "nanogpt": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
         "dataset": dict(default="shakespeare_char", help="a folder in its data/"),
-        "nproc": count(2, "ranks in the ddp rows; 1: no such rows"),
+        "nproc": count(2, "ranks of the ddp rows; 1 leaves them out"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
         "steps": count(200, "steps in each run"),
         "rounds": count(3, "rounds"),
@@ -302,7 +302,7 @@ def bench(argv: list[str]) -> None:
 
 
 def cell(value) -> str:
-    """Format measurements as "median (smallest ... largest)", other values as text."""
+    """Format measurements as "median (smallest ... largest)", and the rest as text."""
     if not isinstance(value, list):
         return str(value)
     median = three_digits(statistics.median(value))
@@ -312,7 +312,7 @@ def cell(value) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100 on."""
+    """Format with three significant digits, or from 100 on as an integer."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
