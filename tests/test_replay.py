@@ -249,7 +249,7 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (["7"], "ends with step 6: name a step up to that"),
+        (["7"], "ends with step 6: give a step up to that"),
         (["0"], "0 must be at least 1"),
         (["6", "--data", "OTHER"], "OTHER has the fingerprint .*, and RUN was trained on .*--data"),
         (["6", "--data", "nowhere"], "--data nowhere: no train.bin there"),
@@ -290,4 +290,4 @@ def test_replay_needs_the_weights_that_a_run_started_from(runs, run):
         status, _, err = call([out, 10])
         assert status == 2 and "began with the weights of another run, and has no" in err
     status, _, err = call([out, 5])
-    assert status == 2 and "step 5 is of the run that this one continues with --resume" in err
+    assert status == 2 and "step 5 is in the run that this one continues with --resume" in err

@@ -1,11 +1,11 @@
-"""Repeat one step of a run: which text made the spike, and which module the first nan?
+"""Repeat one step of a run, to find the text behind a spike, or the module with the first nan.
 
 python -m tools.replay runs/mine
 python -m tools.replay runs/mine 4120
 torchrun --standalone --nproc_per_node 4 -m tools.replay runs/mine 4120
 
-Without a step, lists the spikes in the log. One process repeats a step of any mesh up to rounding.
-The ranks of the run's own mesh repeat it bit for bit on CPUs. Nothing is written.
+Without STEP, lists the spikes in the log. One process can repeat a step of any mesh up to rounding.
+As many ranks as the run had repeat it bit for bit on CPUs. Nothing is written.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from runtime.watchdog import SLOW_FACTOR, Watchdog
 from text import tokenizer
 from tools.compare import read_rows, relative_difference
 
-ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS above the median of the ROWS before it
+ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
 SHOWN = 20  # sequences and parameters
 CHARACTERS = 200  # of a sequence's text
 # One process computes the micro-batches of all ranks.
@@ -65,7 +65,7 @@ def describe_spikes(out: Path, rows: list[dict]) -> Iterator[str]:
         if len(before) == ROWS:
             limit = median(before) + DEVIATIONS * stdev(before)
         found = []
-        if not loss <= limit:  # a nan, too
+        if not loss <= limit:  # also if loss is nan
             found.append(f"loss {loss:.4f}, above {limit:.4f}")
         if row["skipped_steps"] > skipped:
             count = plural(row["skipped_steps"] - skipped, "update")
@@ -76,21 +76,21 @@ def describe_spikes(out: Path, rows: list[dict]) -> Iterator[str]:
 
 
 def start_of(starts: list[dict], step: int) -> dict:
-    """The start that trained `step`: the last one before it. Raises UsageError if there is none."""
+    """Return the last start before `step`, which trained it. Raises UsageError without one."""
     earlier = [start for start in starts if start["step"] < step]
     if not earlier:
         first = min(start["step"] for start in starts)
         raise UsageError(
-            f"step {step} is of the run that this one continues with --resume after step {first}: "
-            "name that run, or a later step"
+            f"step {step} is in the run that this one continues with --resume after step {first}: "
+            "give that run, or a later step"
         )
     return earlier[-1]
 
 
 def recorded_origin(out: Path, start: dict) -> Origin:
-    """What layout.resolve takes over to resolve a start of the run `out` again. Raises UsageError.
+    """Return the origin for layout.resolve to resolve a start of `out` again. Raises UsageError.
 
-    Its values are kept, not typed: the default of warmup_steps may exceed max_steps.
+    Its values are kept, not typed: a typed warmup_steps may not exceed max_steps, its default may.
     """
     values = preflight.recorded_values(start)
     if unknown := values.keys() - DEFAULTS.keys():
@@ -112,7 +112,7 @@ class Step:
     micro_batches: list[Tensor]  # of this rank, (B, T + 1)
 
     def take(self, measure: bool = False) -> tuple[dict, optim.ParameterTable | None]:
-        """As train.py does: see train.train_step."""
+        """Take the step as train.py does: see train.train_step."""
         run, step = self.run, self.state.step
         lr = optim.learning_rate(step, run)
         how = (step, lr, run.grad_accum_steps, run.grad_sync, measure)
@@ -121,9 +121,9 @@ class Step:
 
 
 class Replay:
-    """A run and its data on these ranks, which are as many as the run's, or one.
+    """A run and its data, on as many ranks as the run had, or on one.
 
-    Raises UsageError if the data, the step or the ranks are not the run's.
+    Raises UsageError if the data, the step or the number of ranks does not match the run.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class Replay:
         if self.facts.fingerprint != start["data"]:
             raise UsageError(
                 f"{path} has the fingerprint {self.facts.fingerprint}, and {self.out} was trained "
-                f"on {start['config']['data']} with {start['data']}: name its data with --data"
+                f"on {start['config']['data']} with {start['data']}: give its data with --data"
             )
         run = self.resolve(start)
         if args.step > run.max_steps:
-            raise UsageError(f"{self.out} ends with step {run.max_steps}: name a step up to that")
+            raise UsageError(f"{self.out} ends with step {run.max_steps}: give a step up to that")
         self.mesh = dist.make_mesh(world, run.mesh_shape)
         self.train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
         batch, steps = run.global_batch_size, range(args.step, args.step + 1)
@@ -152,7 +152,7 @@ class Replay:
         self.sequences = describe_sequences(self.train_data.parts, indices)
 
     def resolve(self, start: dict) -> Run:
-        """The run of a start on these ranks. Raises UsageError."""
+        """Return the run of a start on these ranks. Raises UsageError."""
         origin = recorded_origin(self.out, start)
         flags = {"num_workers": 0, "profile": None}
         if self.world.size == 1:
@@ -165,23 +165,23 @@ class Replay:
         return layout.resolve(flags, read_machine(self.world), self.facts, origin)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
-        """The steps from `first` to `last` by the start that trained them, each with its run."""
+        """Group the steps `first` to `last` by the start that trained them: (its run, steps)."""
         trained_by = functools.partial(start_of, self.starts)
         by_start = itertools.groupby(range(first, last + 1), trained_by)
         return [(self.resolve(start), list(steps)) for start, steps in by_start]
 
     def begin(self, last: int, step_time: float | None) -> tuple[train.State, nn.Module]:
-        """Build the model with weights from before step `last`: a checkpoint's, or the initial.
+        """Build the model with weights from before step `last`: of a checkpoint, or initial ones.
 
-        Prints how many steps there are to take, and how long they take if one process takes the
-        seconds `step_time` of each rank in turn. Passes over a checkpoint that is damaged, or that
-        the run removes meanwhile. Raises UsageError if none is left.
+        Prints the number of steps to take and how long they should take: `step_time` seconds for
+        each step and each of the ranks that one process stands for. Passes over a checkpoint that
+        is damaged, or that the run removes meanwhile. Raises UsageError if no weights are left.
         """
         turns = start_of(self.starts, last)["ranks"] // self.world.size
         world = self.world
         passed_over = set()
         while True:
-            saved = dist.on_rank0(checkpoint.list_checkpoints, self.out)  # a live run saves others
+            saved = dist.on_rank0(checkpoint.list_checkpoints, self.out)  # a live run saves more
             saved = [path for path in saved if checkpoint.step_of(path) < last]
             path = next((path for path in reversed(saved) if path not in passed_over), None)
             origin = Origin(path, step=checkpoint.step_of(path) if path else 0)
@@ -189,16 +189,16 @@ class Replay:
             if not path and (first["step"] > 0 or first["config"].get("init_from")):
                 raise UsageError(
                     f"{self.out} began with the weights of another run, and has no checkpoint "
-                    f"before step {last} to begin with: name a later step"
+                    f"from before step {last}: give a later step"
                 )
-            (run, _), *_ = self.segments(origin.step + 1, last)  # all: one may be refused
+            (run, _), *_ = self.segments(origin.step + 1, last)  # resolves all: it may refuse one
             try:
                 with dist.raise_on_all_ranks():
                     if path and (problem := checkpoint.verify(path, world.rank, world.size)):
                         raise CheckpointError(problem)
                 count = last - origin.step
                 distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
-                estimate = "no row of the log tells for how long"
+                estimate = "time unknown: the log has no row"
                 if step_time:
                     estimate = f"about {count * turns * step_time:,.0f} s, the log's "
                     estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
@@ -232,8 +232,8 @@ class Replay:
 
 
 def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> dict[int, str]:
-    """Where each sequence is from, and how its text begins. Raises TokenizerError."""
-    mixture = data.Mixture(parts)  # one folder at a share of 1 is in its own order
+    """Return index -> where a sequence is from and how its text begins. Raises TokenizerError."""
+    mixture = data.Mixture(parts)  # with one folder, its order is that folder's
     sequences = {}
     for n in indices:
         i, number = mixture.source(n)
@@ -251,7 +251,7 @@ def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> di
 
 
 def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
-    """Repeat the steps up to `last`, and print what it shows; `rows` are the log's."""
+    """Repeat the steps up to `last`, and print what step `last` shows. `rows` are the log's."""
     step_time = median(row["step_time"] for row in rows) if rows else None
     tell = functools.partial(say, replay.world)
     for step in replay.steps(last, step_time):
@@ -288,7 +288,7 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
 def sequence_losses(
     step: Step, indices: Iterator[list[int]], watchdog: Watchdog
 ) -> dict[int, float]:
-    """The loss of each sequence of all ranks, before the update. Collective."""
+    """Return index -> loss of the sequences of all ranks, before the update. Collective."""
     local_losses = {}
     with eval_mode(step.forward):
         for numbers, tokens in zip(indices, step.micro_batches):
@@ -302,7 +302,7 @@ def sequence_losses(
 
 
 def largest(values: dict[object, float], lines: dict[object, str]) -> list[str]:
-    """The lines of the SHOWN largest values, those that are not finite first."""
+    """Return the lines of the SHOWN largest values; values that are not finite come first."""
     ranked = sorted(values, key=lambda key: (math.isfinite(values[key]), -values[key]))
     shown = [f"  {lines[key]}" for key in ranked[:SHOWN]]
     left_out = len(ranked) - SHOWN
@@ -310,10 +310,10 @@ def largest(values: dict[object, float], lines: dict[object, str]) -> list[str]:
 
 
 def find_non_finite(step: Step) -> list[str]:
-    """Take a step that is skipped; name the first module that makes a value that is not finite.
+    """Repeat a step that is skipped; report the first module that makes a value not finite.
 
-    In forward it is the first whose output is not finite; in backward, the first that makes such a
-    gradient of its inputs from a finite one of its output. Collective: the first of any rank.
+    In forward it is the first whose output is not finite; in backward, the first that makes a
+    non-finite gradient of its inputs from a finite one of its outputs. Collective: of all ranks.
     """
     turns = itertools.count()
     found = {"forward": [], "backward": []}  # (turn, module)
@@ -331,7 +331,7 @@ def find_non_finite(step: Step) -> list[str]:
     for name, module in step.state.model.named_modules():
         module.register_forward_hook(functools.partial(after_forward, name))
         module.register_full_backward_hook(functools.partial(after_backward, name))
-    with warnings.catch_warnings(action="ignore"):  # that tokens have no gradient
+    with warnings.catch_warnings(action="ignore"):  # about tokens without a gradient
         step.take()
     lines = []
     for direction, of_rank in found.items():
@@ -354,10 +354,10 @@ def is_finite(*values: object) -> bool:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = cli.Parser(prog="tools.replay", description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="a run folder, such as runs/mine")
+    add("run", metavar="RUN", type=Path, help="a run folder, for example runs/mine")
     add("step", metavar="STEP", nargs="?", type=cli.number(int, 1), help="the step to repeat")
     add("--data", metavar="DIR", help="the run's data, if it has moved")
-    help = "print the texts of the step and their places, without a model"
+    help = "print only the texts of the step and where they are from, without a model"
     add("--data_only", action="store_true", help=help)
     return parser.parse_args(argv)
 
