@@ -196,7 +196,7 @@ def test_each_fault_is_reported_as_a_separate_problem(checked, tmp_path):
         # From ranks that do not average
         ("one rank's loss ", ""),
         ("one rank's grad_norm ", "is not between 0 and 1e-05"),
-        ("the first output that differs is that of blocks.0.attention_norm, in step 1", ""),
+        ("the first output that differs in step 1 is from blocks.0.attention_norm", ""),
         ("-1", " bytes of all_reduce over dp_replicate are not in the rehearsal"),
         (f"cannot write {folder}/resumed/checkpoints/step-00000003: embed", "check these devices"),
     )

@@ -116,7 +116,7 @@ def test_only_slow_links_are_reported(pool):
     slow = [(3, 2), (1, 3)]
     expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
     for lines in pool(4, find_slow_links, 2, set(slow)):
-        assert [line.partition(",")[0] for line in lines] == expected
+        assert [line.partition(" takes ")[0] for line in lines] == expected
 
 
 # --------------------------------------------------------------------------------------------------

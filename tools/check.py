@@ -232,10 +232,7 @@ def transfer(pairs: list[tuple[int, int]], device: torch.device) -> float:
 
 
 def parity(ranks: Ranks, check: Check) -> None:
-    """Check that a run on the mesh equals the run on one rank up to rounding, and can be resumed.
-
-    Its profiled step must have no host syncs, and must send what is rehearsed.
-    """
+    """Check that a run on the mesh equals the run on one rank up to rounding, and can resume."""
     alone, perturbed, sent = ranks.alone()
     spreads = dist.on_all_ranks(lambda: [spread(alone, log) for log in perturbed])
     limits = rounding_limits(itertools.chain(*spreads), ranks.run.compute_dtype)

@@ -1,8 +1,8 @@
-"""tools.check --fuzz: draw configurations, and compare each with the same model on one rank.
+"""tools.check --fuzz: draw random configurations, and compare each with its model on one rank.
 
-Faults of a distributed trainer hide where two features meet. A draw has a model of 25,000 weights,
-a mesh of 1 to 4 ranks, policies, and perhaps a second mesh on which the run continues halfway. It
-needs no GPU and no data: processes of this machine play the ranks.
+The bugs of a distributed trainer hide where two features meet. A draw has a model of 25,000
+weights, a mesh of 1 to 4 ranks, policies, and perhaps a second mesh on which the run continues
+halfway. It needs no GPU and no data: processes on this machine play the ranks.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from tools.planning.rehearse import leave_group
 
 RANKS = 4
 STEPS = 6
-DRAWS_OF_A_MODEL = 5  # in a row: they share the model's runs on one rank
+DRAWS_OF_A_MODEL = 5  # consecutive draws, which share the model's runs on one rank
 TIMEOUT = timedelta(seconds=30)  # of a collective that another rank never joins
 # Flags of every draw. Ranks get unequal shares of the 10 sequences of an evaluation.
 FLAGS = (
@@ -64,8 +64,8 @@ SHAPES = {
 }
 MESHES = [f"{strategy}-{shape}" for strategy, shapes in SHAPES.items() for shape in shapes]
 
-# Name -> choices, the simplest first. A draw has one choice of each. The choices of a model change
-# the numbers of a run, the others do not.
+# Name -> choices, the simplest first. A draw has one choice for each name. The choices in MODEL
+# change the numbers of a run; the other choices must not.
 MODEL = {
     "n_kv_head": [4, 2, 1],
     "tied": [True, False],
@@ -99,7 +99,7 @@ def prepare_process() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process if the one that started it is killed: its queue would never close."""
+    """End this process if its parent is killed, since then the parent's queue never closes."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -112,9 +112,9 @@ def call_as_rank(rank: int, size: int, port: int, function: Callable, *arguments
 
 
 class RankPool:
-    """ranks(n, function, *arguments): what n ranks return from calling `function` together.
+    """pool(n, function, *arguments) returns what n ranks return from calling `function` together.
 
-    Raises what one of them raised. No process takes two ranks, since `function` waits for all.
+    Raises what one of them raised. No process plays two ranks, since `function` waits for all.
     """
 
     def __init__(self):
@@ -134,7 +134,7 @@ class RankPool:
         wait(futures)
         try:
             return [future.result() for future in futures]
-        except BrokenProcessPool:  # a process has ended
+        except BrokenProcessPool:  # a process has died
             self.start()
             raise
 
@@ -144,7 +144,7 @@ def train_on_mesh(run: Run, origin: Origin, data_path: str) -> RunLog:
 
 
 def train_alone(run: Run, origin: Origin, data_path: str) -> RunLog:
-    """Train on one rank, on all ranks but the first from weights that are moved by an ulp."""
+    """Train on this rank alone; all ranks but the first start from weights moved by an ulp."""
     rank = int(os.environ["RANK"])
     store = torch.distributed.HashStore()
     world = dist.World(0, 1, 0, 1, torch.device("cpu"), TIMEOUT, store)
@@ -182,7 +182,7 @@ class Fuzzer:
         self.count = 0  # runs so far
 
     def resolve(self, draw: dict, mesh: str) -> tuple[Run, Origin]:
-        """A draw's run on a mesh, and where it begins. Raises UsageError and MeshError."""
+        """Return a draw's run on a mesh, and its origin. Raises UsageError and MeshError."""
         strategy, *shape = mesh.split("-")
         dp_replicate, dp_shard, tp = map(int, shape)
         dp_size = dp_replicate * dp_shard
@@ -214,7 +214,7 @@ class Fuzzer:
     def train_reference(self, *model: tuple) -> tuple[RunLog, dict[str, float]]:
         """Train a model on one rank; return its log, and how far a mesh may be from it.
 
-        It is trained once more on each of PERTURBED ranks, from weights moved by an ulp.
+        PERTURBED other ranks train it as well, each alone and from weights moved by an ulp.
         """
         self.count += 1
         run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
@@ -275,7 +275,7 @@ class Fuzzer:
             yield draw
 
     def shrink(self, draw: dict) -> dict:
-        """Take simpler choices, one by one, as long as the draw fails."""
+        """Replace choices by simpler ones, one by one, as long as the draw fails."""
         before = None
         while draw != before:
             before = draw
@@ -288,7 +288,7 @@ class Fuzzer:
 
 
 def simpler(draw: dict, name: str) -> list[dict]:
-    """The draw with each simpler choice of one name, the simplest first."""
+    """Return the draw with each simpler choice for one name, the simplest first."""
     choices = CHOICES[name]
     found = [draw | {name: choice} for choice in choices[: choices.index(draw[name])]]
     if name == "then" and found:  # also the second mesh alone
@@ -301,7 +301,7 @@ def meshes_of(draw: dict) -> list[str]:
 
 
 def with_weights(log: RunLog, out: str) -> RunLog:
-    """The log with the full weights of the run's last checkpoint."""
+    """Return the log with the full weights of the run's last checkpoint."""
     reader = checkpoint.Reader(checkpoint.list_checkpoints(Path(out))[-1])
     names = [name for name in reader.tensors if name.startswith("model.")]
     weights = {name.removeprefix("model."): read_full(reader, name) for name in names}
@@ -323,12 +323,12 @@ def write_tokens(root: Path) -> None:
 
 
 def describe(draw: dict) -> str:
-    """The choices that are not the simplest, as --draw takes them."""
+    """Return the choices that are not the simplest, as --draw accepts them."""
     return " ".join(f"{name}={value}" for name, value in draw.items() if value != SIMPLEST[name])
 
 
 def parse_draw(text: str) -> dict:
-    """The argparse type of --draw."""
+    """Parse the text of --draw, as an argparse type."""
     draw = dict(SIMPLEST)
     for word in text.split():
         name, _, value = word.partition("=")
@@ -343,12 +343,12 @@ def parse_draw(text: str) -> dict:
 
 
 def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
-    """Check draws until one fails, and print the smallest that does; return the exit status."""
+    """Check draws until one fails, and print the smallest that fails; return the status."""
     began = time.perf_counter()
     for number, draw in enumerate(draws, start=1):
         print(f"{number:4}  {describe(draw)}", flush=True)
         if fuzzer.try_draw(draw).problems:
-            print(f"draw {number} fails; looking for the smallest that does ...", flush=True)
+            print(f"draw {number} fails; looking for the smallest draw that fails ...", flush=True)
             smallest = fuzzer.shrink(draw)
             print("\n".join(fuzzer.try_draw(smallest).problems))
             print(f'python -m tools.check --draw "{describe(smallest)}"')
@@ -359,7 +359,7 @@ def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
 
 
 def fuzz(count: int, seed: int, draw: dict | None = None) -> int:
-    """Check `count` draws, or the `draw`; return the exit status."""
+    """Check `count` draws, or only `draw`; return the exit status."""
     with temporary_folder("fuzz-") as root:
         fuzzer = Fuzzer(RankPool(), root)
         return check_draws(fuzzer, [draw] if draw else fuzzer.draws(count, seed))

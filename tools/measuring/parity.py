@@ -1,7 +1,7 @@
-"""How far a run on a mesh may be from the same run on one rank, and where they first differ.
+"""Compare a run on a mesh with the same run on one rank; find the first layer that differs.
 
-A limit is SPREADS times what rounding alone makes of a run: PERTURBED more runs on one rank begin
-with weights moved by an ulp (after TTrace, arXiv 2506.09280).
+The limit of a difference is SPREADS times the largest that rounding alone makes, in PERTURBED more
+runs on one rank that start with weights moved by an ulp (after TTrace, arXiv 2506.09280).
 """
 
 import contextlib
@@ -33,8 +33,8 @@ PERTURBED, SPREADS = 3, 8
 COLUMNS = ("loss", "grad_norm")  # of the log
 GRADIENTS, WEIGHTS = "gradients", "weights"  # of all parameters
 # The least limits: a few perturbed runs may all be close by chance, and a mesh also rounds in other
-# places, such as the sum of squares, or a tp rank its part of a sum. Where nothing was wrong, these
-# were off by up to 2e-6 (grad_norm in float32), and in bfloat16 by 2e-5, 1.1e-3, 0.005 and 0.02.
+# places, for example in a sum of squares, or in a tp rank's part of a sum. Correct runs differed by
+# up to 2e-6 in float32 (grad_norm), and in bfloat16 by up to 2e-5, 1.1e-3, 0.005 and 0.02.
 LEAST = {
     torch.float32: {"loss": 1e-6, "grad_norm": 1e-5, GRADIENTS: 1e-5, WEIGHTS: 1e-5},
     torch.bfloat16: {"loss": 5e-5, "grad_norm": 2.5e-3, GRADIENTS: 1e-2, WEIGHTS: 5e-2},
@@ -43,16 +43,16 @@ LEAST = {
 
 @dataclass
 class Check:
-    """What was found: a paragraph on the console, an object in the JSON file."""
+    """The findings: printed as a paragraph, or written as an object of the JSON file."""
 
     figures: dict = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)  # figure -> the most it may be
     problems: list[str] = field(default_factory=list)  # why it failed
 
     def limit(self, figure: str, value: float, most: float, where: str = "") -> None:
-        """Record a figure that must lie between 0 and a finite `most`; nan never does.
+        """Record a figure that must lie between 0 and a finite `most`, which nan never does.
 
-        `where` ends the line of the problem.
+        If it does not, record a problem as well, with `where` at the end.
         """
         self.figures[figure] = value
         self.limits[figure] = most
@@ -77,12 +77,12 @@ class Check:
 
 @dataclass
 class RunLog:
-    """What rank 0 of a run has logged, and what the layers have computed."""
+    """What rank 0 of a run logged, and what the layers of all ranks computed."""
 
     rows: list[dict]  # training rows of metrics.jsonl
-    of_parameters: list[dict]  # of optim.jsonl
+    of_parameters: list[dict]  # rows of optim.jsonl
     val_loss: float  # the last
-    squares: Counter  # layer, in the order of the forward pass -> the sum of the squares of step 1
+    squares: Counter  # layer -> the sum of its squared outputs in step 1, in the order of forward
     weights: dict[str, Tensor] = field(default_factory=dict)  # in full, if they are compared
 
 
@@ -94,9 +94,9 @@ def train_watched(
     watchdog: Watchdog,
     seed: int | None = None,
 ) -> RunLog:
-    """Train as train.py does, with a `seed` from weights that are moved by an ulp.
+    """Train as train.py does. With a `seed`, start from weights that are moved by an ulp.
 
-    A run continues if its folder has a checkpoint, else it begins at `origin`.
+    The run continues if its folder has a checkpoint, else it starts at `origin`.
     """
     squares = Counter()
 
@@ -138,7 +138,7 @@ def move_by_an_ulp(weights: dict[str, Tensor], seed: int) -> None:
 
 
 def sum_outputs(state: train.State) -> Counter:
-    """By layer, the sum of the squares that it will compute on this rank in the first step."""
+    """Return layer -> sum of its squared outputs on this rank, which the first step fills in."""
     squares = Counter()
 
     def add(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -170,7 +170,7 @@ def difference(expected: list[dict], found: list[dict], name: str) -> float:
 
 
 def spread(alone: RunLog, perturbed: RunLog) -> dict[str, float]:
-    """How far a perturbed run is off: the columns of its log, and the worst parameters."""
+    """How far a perturbed run is off, for the columns of the log and for the worst parameters."""
     found = {name: difference(alone.rows, perturbed.rows, name) for name in COLUMNS}
     found[GRADIENTS] = max(gradient_changes(alone, perturbed).values())
     found[WEIGHTS] = max(weight_changes(alone, perturbed).values(), default=0.0)
@@ -178,7 +178,7 @@ def spread(alone: RunLog, perturbed: RunLog) -> dict[str, float]:
 
 
 def rounding_limits(spreads: Iterable[dict[str, float]], dtype: torch.dtype) -> dict[str, float]:
-    """How far a mesh may be from one rank, from the spreads of all perturbed runs."""
+    """Compute how far a mesh may be from one rank from the spreads of all perturbed runs."""
     limits = dict(LEAST[dtype])
     for found in spreads:
         for name in limits:
@@ -195,7 +195,7 @@ def compare(
 
 
 def check_worst(check: Check, name: str, changes: dict[str, float], limit: float) -> None:
-    """Limit how far a parameter is off."""
+    """Limit the largest of the parameters' changes."""
     worst = max(changes, key=changes.get)
     check.limit(f"one rank's {name}", changes[worst], limit, f": {worst}")
 
@@ -203,9 +203,10 @@ def check_worst(check: Check, name: str, changes: dict[str, float], limit: float
 def gradient_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
     """Return how far the norm of each parameter's gradient is off: the median over the steps.
 
-    AdamW and Muon undo a constant factor, and the norm of all gradients hides that of a small one.
-    A wrong factor is in every step. Rounding changed single steps by up to 8% in bfloat16, but with
-    either sign: the median by at most 0.15% (20 checks on five meshes, with AdamW and Muon).
+    A gradient with a wrong constant factor does not show in the loss, since AdamW and Muon undo the
+    factor, and a small one not in the norm of all gradients. The factor is in every step, so the
+    median shows it. Rounding changed single steps by up to 8% in bfloat16, but in both directions,
+    and the median by at most 0.15% (20 checks on five meshes, with AdamW and Muon).
     """
     changes = defaultdict(list)
     for a, b in zip(expected.of_parameters, found.of_parameters):
@@ -222,8 +223,8 @@ def weight_changes(expected: RunLog, found: RunLog) -> dict[str, float]:
 
 
 def first_difference(expected: Counter, found: Counter, limit: float) -> str:
-    """Name the first layer, in the order of the forward pass, whose output differs in step 1."""
+    """Report the first layer, in the order of the forward pass, whose output differs in step 1."""
     for name, squares in found.items():
         if not abs(squares - expected[name]) <= limit * expected[name]:
-            return f"the first output that differs is that of {name}, in step 1"
-    return f"of {len(found)} layers no output differs in step 1: gradients or the update do"
+            return f"the first output that differs in step 1 is from {name}"
+    return f"no output of {len(found)} layers differs in step 1: gradients or the update do"

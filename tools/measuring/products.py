@@ -2,8 +2,8 @@
 
 python tools/measuring/products.py SCRIPT [FLAG ...]
 
-At that time no micro-batch can be faster on this machine. Attention's products, which are
-one kernel with the rest of attention, are not among them.
+This time is a lower bound for a micro-batch on this machine. It does not include the products of
+attention, which are part of a fused kernel.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public way to s
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-REPEATS, SECONDS = 5, 0.02  # of each repeat
+REPEATS, SECONDS = 5, 0.02  # seconds of each repeat
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products by operator and operands, each (shape, stride, dtype, device)."""
+    """Counts matrix products by operator and operands, each a (shape, stride, dtype, device)."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Products(TorchDispatchMode):
 
 
 def seconds_of(function, operands: tuple) -> float:
-    """The median seconds of repeated products of random numbers, with these operands."""
+    """Return the median seconds of one product of random tensors that are like these operands."""
     tensors = []
     for shape, stride, dtype, device in operands:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -51,13 +51,13 @@ def seconds_of(function, operands: tuple) -> float:
             torch.cuda.synchronize()
         return (time.perf_counter() - began) / count
 
-    mean(1)  # allocates
+    mean(1)  # the first call allocates
     count = 1 + int(SECONDS / mean(1))
     return statistics.median(mean(count) for _ in range(REPEATS))
 
 
 def main(argv: list[str]) -> None:
-    """Run the script `argv`; what it multiplies between two ends of backward is a micro-batch."""
+    """Run the script `argv`. A micro-batch is what runs between the ends of two backward passes."""
     products = Products()
     returns = itertools.count(1)
 
