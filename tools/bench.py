@@ -187,7 +187,7 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
     """Tokens/s of each step, from lines like "iter 7: ... time 250.00ms", and the output."""
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     values = {"device": device, "compile": "compiled" in mode, "out": out, "last": args.steps + 1}
-    # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters; the latter is 100.
+    # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters (100).
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_embd={n_embd} --block_size={block_size} "
         "--batch_size={batch_size} --max_iters={last} --lr_decay_iters={last} --dropout=0.0 "

@@ -126,7 +126,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
 def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
     """Return the facts of the token folder, or without one, those that follow from the model."""
     path = config.flag_value(flags, "data")
-    if "data" in typed or ("data" in flags and Path(path).exists()):  # in --config: may be missing
+    if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
         return data.facts_of(data.open_folders(path))
     model_config = origin.model_config or SIZES[config.flag_value(flags, "model")]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
@@ -135,7 +135,7 @@ def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
 def make_cluster(
     options: argparse.Namespace, world_size: int | None, local_size: int, device_type: str
 ) -> Cluster:
-    """Raises UsageError if the number of devices is missing or does not fill the hosts."""
+    """Return the cluster. Raises UsageError if --world_size is missing or does not fill hosts."""
     if world_size is None:
         raise UsageError("--world_size is missing: give the number of devices in all")
     local_size = min(local_size, world_size)
@@ -235,7 +235,7 @@ class Plan:
         return self.options.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
 
     def checkpoint(self) -> dict[str, int]:
-        """Bytes that a rank writes, and memory of a host that a sharded and an async save need.
+        """Bytes that a rank writes, and host memory that a sharded and an async save need.
 
         Each replica writes a share of the weights and the optimizer state. A sharded save copies
         tensors to the host one by one, at most those that its ranks write. An async save copies

@@ -90,7 +90,8 @@ def start_of(starts: list[dict], step: int) -> dict:
 def recorded_origin(out: Path, start: dict) -> Origin:
     """Return the origin for layout.resolve to resolve a start of `out` again. Raises UsageError.
 
-    Its values are kept, not typed: a typed warmup_steps may not exceed max_steps, its default may.
+    The recorded values count as kept, not as typed: a typed warmup_steps must not exceed max_steps,
+    but a default that was recorded may.
     """
     values = preflight.recorded_values(start)
     if unknown := values.keys() - DEFAULTS.keys():
@@ -288,7 +289,7 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
 def sequence_losses(
     step: Step, indices: Iterator[list[int]], watchdog: Watchdog
 ) -> dict[int, float]:
-    """Return index -> loss of the sequences of all ranks, before the update. Collective."""
+    """Return index -> loss of the sequences of all ranks, before the update. All ranks call it."""
     local_losses = {}
     with eval_mode(step.forward):
         for numbers, tokens in zip(indices, step.micro_batches):
@@ -310,10 +311,10 @@ def largest(values: dict[object, float], lines: dict[object, str]) -> list[str]:
 
 
 def find_non_finite(step: Step) -> list[str]:
-    """Repeat a step that is skipped; report the first module that makes a value not finite.
+    """Repeat a step that is skipped; report the first modules that make a non-finite value.
 
     In forward it is the first whose output is not finite; in backward, the first that makes a
-    non-finite gradient of its inputs from a finite one of its outputs. Collective: of all ranks.
+    non-finite gradient of its inputs from a finite one of its outputs. Collective, over all ranks.
     """
     turns = itertools.count()
     found = {"forward": [], "backward": []}  # (turn, module)
