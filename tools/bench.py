@@ -24,7 +24,7 @@ from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
 
-# Flags of a run that only trains, and logs every step
+# Flags of a run that only trains and logs every step
 ONLY_STEPS = [
     *("--log_interval=1", "--eval_interval=0", "--eval_sequences=1"),
     *("--sample_tokens=0", "--checkpoint=none"),
@@ -79,14 +79,14 @@ def products_limit(printed: list[str], tokens: int) -> float:
 
 
 def strategies(args: Namespace) -> list[dict]:
-    """Compare the speed of the strategies on one host, or across several hosts.
+    """Speed of each strategy on one host, or across several.
 
     --hosts puts the ranks into network namespaces of this machine, on CPUs, connected by --link.
     A step then has eight micro-batches, and a second row of each strategy averages gradients after
     each of them. This is slow with fsdp, because gloo's reduce_scatter sends as much as an
     all_reduce, twice as much as nccl's. hsdp has two replicas, or one on each host.
 
-    The limit is the speed of the matrix products alone, except attention's, in the same process.
+    The limit is the speed of the matrix products alone, without attention's, in the same process.
     """
     runs = flags_of_runs(args)
     found = {name: [] for name in runs}
@@ -106,7 +106,7 @@ def strategies(args: Namespace) -> list[dict]:
 
 
 def flags_of_runs(args: Namespace) -> dict[str, str]:
-    """Return the flags of train.py for each row. Raises UsageError if no row is left."""
+    """The flags of train.py for each row of the table. Raises UsageError if no row is left."""
     runs = {}
     for name in args.only or STRATEGIES:
         flags = f"--model {args.model} --micro_batch_size {args.micro_batch_size} "
@@ -133,12 +133,12 @@ def measure(
 ) -> tuple[float, float]:
     """Run train.py; return the median tokens/s/device of `steps` steps, and their limit.
 
-    The first two steps set up buffers and time products, and are not counted. Raises RunError.
+    The first two steps, which set up buffers and time products, do not count. Raises RunError.
     """
     script = [PRODUCTS, TRAIN, *ONLY_STEPS]
     script += [f"--max_steps={2 + steps}", f"--out={out}", *flags.split()]
     commands = torchrun(namespaces, nproc, script)
-    # torchrun leaves folders behind in TMPDIR.
+    # torchrun leaves folders in TMPDIR.
     printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
     config = json.loads((out / "config.json").read_text())
     rows = training_rows(out)
@@ -215,7 +215,7 @@ def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], l
     script = [PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
     if nproc == 1:
         printed = run_all([[sys.executable, *script]], out)
-    else:  # torchrun gives each rank one thread, and leaves folders behind in TMPDIR
+    else:  # torchrun gives each rank one thread, and leaves folders in TMPDIR
         printed = run_all(torchrun([], nproc, script), out, TMPDIR=str(out.parent))
     return [row["tokens_per_second"] for row in training_rows(out)], printed
 
@@ -259,7 +259,7 @@ FLAGS = {
         "dataset": dict(default="shakespeare_char", help="a folder in its data/"),
         "nproc": count(2, "ranks of the ddp rows; 1 leaves them out"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
-        "steps": count(200, "steps in each run"),
+        "steps": count(200, "steps of each run"),
         "rounds": count(3, "rounds"),
         **COMMON,
     },
@@ -289,7 +289,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def bench(argv: list[str]) -> None:
-    """Run a benchmark and print its rows, {column: text or measurements}."""
+    """Run a benchmark and print its rows: column -> text or measurements."""
     args = parse(argv)
     rows = TABLES[args.table](args)
     if args.json:

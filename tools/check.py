@@ -121,7 +121,7 @@ class Ranks:
         return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
-        """Call parity.train_watched. If a run of this name exists, it continues."""
+        """Train as parity.train_watched does. A run of the same name continues."""
         run = dataclasses.replace(run, out=str(self.folder / name))
         return train_watched(run, self.origin, self.folders, world, self.watchdog, seed)
 
@@ -146,7 +146,7 @@ class Ranks:
         # Each rank trains a share of the perturbed runs.
         seeds = range(self.world.rank, PERTURBED, self.world.size)
         perturbed = [self.train(run, world, f"{folder}, {seed}", seed) for seed in seeds]
-        gc.collect()  # a group that is still referenced keeps its connections
+        gc.collect()  # a group still referenced keeps its connections
         rehearse.leave_group()
         dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
         return log, perturbed, found.communication
@@ -189,7 +189,7 @@ def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]])
     best = best_times(rounds, device)
     check.figures[f"{kind} GB/s"] = LINK_BYTES[device.type] / max(best.values()) / 1e9
     slow = slow_links(best)
-    if slow:  # measure again: other work on these hosts may have slowed them
+    if slow:  # perhaps other work on these hosts was in the way
         again = slow_links(best_times(rounds, device))
         slow = {pair: ratio for pair, ratio in again.items() if pair in slow}
     for (sender, receiver), ratio in slow.items():
@@ -207,7 +207,7 @@ def best_times(rounds: list[list[tuple]], device: torch.device) -> dict[tuple[in
 def slow_links(best: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     """Return slow link -> its time relative to the first quartile of all links."""
     by_time = sorted(best.values())
-    typical = by_time[len(best) // 4]  # not the median: one slow host may slow many links
+    typical = by_time[len(best) // 4]  # one slow host slows many links
     return {pair: least / typical for pair, least in best.items() if least > SLOW * typical}
 
 
@@ -337,7 +337,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
 
 
 def command(argv: list[str]) -> int:
-    """Check the ranks or random runs; return the exit status, 1 if a check failed."""
+    """Check ranks or draws; return the exit status, 1 if a check failed."""
     options, flags = parse(argv)
     if options.fuzz or options.draw:
         return fuzz.fuzz(options.fuzz, config.flag_value(flags, "seed"), options.draw)
@@ -360,7 +360,7 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
                 write_json(ranks, options, check)
             if not check.problems:
                 shutil.rmtree(ranks.folder, ignore_errors=True)
-        torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
+        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 

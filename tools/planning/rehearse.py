@@ -61,7 +61,7 @@ class Communication:
     collective: str  # a kind of profiling.CommunicationCounter
     phase: str  # forward, backward, optimizer
     count: int
-    bytes: int  # the size of the full tensors, as profiling.CommunicationCounter counts it
+    bytes: int  # of full tensors, as profiling.CommunicationCounter counts them
 
 
 @dataclass
@@ -85,7 +85,7 @@ KINDS = (
     "optimizer",
     "gradients",  # those that the optimizer reads, and those kept for a later micro-batch
     "logits",
-    "gathered",  # FSDP's communication buffers, and weights in the compute dtype
+    "gathered",  # FSDP's collective buffers, and weights in the compute dtype
     "activations",
     "other",
 )
@@ -117,9 +117,9 @@ class Rehearsal:
 
 
 def rehearse(run: Run, rank: int = 0) -> Rehearsal:
-    """Rehearse one optimizer step of the rank `rank` of `run`.
+    """Run one optimizer step of a rank of `run`.
 
-    If the run's device is "cuda", the step allocates what it would on a GPU. It is not compiled.
+    If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
     """
     world_size = math.prod(run.mesh_shape)
     with fake_group(rank, world_size) as store:
@@ -178,7 +178,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     with fakes, recorder, loss_parallel(), no_garbage_collection():
         state, forward = train.build(run, mesh, net, init_weights=False)
         optimizer = recorder.follow(mesh, run, state, forward)
-        # Rehearse the first, a middle and the last micro-batch; the middle one counts n - 2 times
+        # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
         n = run.grad_accum_steps
         all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
         if isinstance(forward, DistributedDataParallel):
@@ -263,7 +263,7 @@ def extend_list(few: list, more: list, times: int) -> list:
         old, new = few[i:i_end], more[j:j_end]
         inserted = len(new) - len(old)
         if inserted < 0:
-            raise ValueError("a longer model omits something that a shorter model does")
+            raise ValueError("a longer model lacks what a shorter one does")
         if all(a[:2] == b[:2] for a, b in zip(old, new[inserted:])):  # phase and kind
             found += times * new[:inserted] + extend(old, new[inserted:], times)
         else:
@@ -294,7 +294,7 @@ class Block:
     size: int = 0
 
     def resize(self, size: int) -> int:
-        """Set the size; return the change in bytes."""
+        """Set the size; return by how much it grew."""
         grown = size - self.size
         self.size = size
         return grown
@@ -319,7 +319,7 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 def attention_product(q: Tensor, k: Tensor) -> int:
-    """Return the FLOPs of a product with the scores (B, H, T, T). A causal kernel does half."""
+    """FLOPs of one product with the scores (B, H, T, T); a causal kernel computes half."""
     B, H, T, d_head = q.shape
     return 2 * B * H * T * k.size(2) * d_head // 2
 
@@ -351,7 +351,7 @@ def moved_by(function, operands: list[Tensor], results: list[Tensor]) -> list[Te
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations, collectives, and when the storage of each tensor is allocated and freed.
+    """Records operations, collectives, and when each tensor's storage is allocated and freed.
 
     A storage's kind may be known only later: a gradient's when the optimizer reads it. So the peak
     is found at the end. Memory that a single operation allocates and frees is not seen.
@@ -398,7 +398,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def run(self, function, types, args, kwargs):
-        """Run an operation, and complete what the fake process group omits."""
+        """Run an operation, and do what the fake process group omits."""
         if function is torch.ops.aten.new_empty.default and args[1] == [0] and args[0].is_meta:
             # FSDP creates an empty tensor for each rank that gets no row of a weight (12 million
             # for llama3-70b on 16,384 ranks), and uses only its own rank's.
@@ -410,7 +410,7 @@ class Recorder(TorchDispatchMode):
             return args[0]  # on fake tensors it would make a copy
         result = function(*args, **kwargs)
         if function is torch.ops.c10d.allreduce_.default:
-            # DDP reads the reduced bucket from the future, which the fake group does not fill.
+            # DDP reads the reduced bucket from the future, which the fake group leaves empty.
             tensors, _ = result
             future = torch.futures.Future()
             future.set_result(tensors)
@@ -447,7 +447,7 @@ class Recorder(TorchDispatchMode):
         self.resize(self.live[key], storage.nbytes())
 
     def see_resized(self) -> None:
-        """Record which storages FSDP freed or resized since the last call.
+        """Record which storages FSDP has freed or regrown since the last call.
 
         A dispatch mode does not see that a storage is resized.
         """
@@ -476,7 +476,7 @@ class Recorder(TorchDispatchMode):
                 block.kind = kind
 
     def classify(self, function, operands: list[Tensor], results: list[Tensor]) -> None:
-        """Recognize FSDP's buffers, and weights that were cast to the compute dtype."""
+        """Recognize FSDP's buffers and cast weights."""
         if function is torch.ops.aten.empty.memory_format and self.phase in ("forward", "backward"):
             # FSDP allocates a gathered weight once, with torch.empty, and then resizes its storage.
             key = id(results[0].untyped_storage())
@@ -509,7 +509,7 @@ class Recorder(TorchDispatchMode):
             flops = formula(*args, **kwargs, out_val=result)
         else:
             return 0.0
-        # In backward, gradients are enabled only while a forward pass is recomputed.
+        # In backward, autograd records only while a forward pass is recomputed.
         if self.phase == "backward" and torch.is_grad_enabled():
             repeated = flops
         if self.phase != "optimizer":
@@ -520,10 +520,10 @@ class Recorder(TorchDispatchMode):
     def count_operation(
         self, function, operands: list[Tensor], results: list[Tensor], flops: float
     ) -> None:
-        """Count a kernel, its FLOPs, and the bytes that it reads and writes."""
+        """Count a kernel: its FLOPs, and the bytes it reads and writes."""
         name = function._schema.name
         if function.is_view or any(word in name for word in ("prim", "empty", "view", "copy_in")):
-            return  # FSDP's copy_in of this rank's shard overlaps with other work
+            return  # FSDP's copy_in of its own shard overlaps the rest
         if function.namespace in ("c10d", "_c10d_functional"):
             return
         shape = tuple(results[0].shape) if results else ()
@@ -555,7 +555,7 @@ class Recorder(TorchDispatchMode):
         """
         self.collectives = Collectives(mesh, self)
         net, optimizer = state.model, state.optimizer
-        self.vocab_size = run.model_config.vocab_size // run.tp  # the part on this rank
+        self.vocab_size = run.model_config.vocab_size // run.tp  # of this rank
         self.mark(net.parameters(), "parameters")
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)
