@@ -12,11 +12,11 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Since Slurm 22.05 srun does not take over sbatch's --cpus-per-task.
+# Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-# If the cluster's default is 1, Slurm terminates all ranks when the first one leaves, and srun ends
-# with status 143.
+# If a cluster's default is 1, the first rank that exits would terminate the other ranks, and srun
+# would exit with 143.
 srun --kill-on-bad-exit=0 python train.py "$@"
 status=$?
 # Status 75: stopped and saved. --requeue alone only requeues a job that has lost a node.
