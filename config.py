@@ -1,6 +1,6 @@
-"""The configuration of a run: the fields of the dataclass Config are the flags of train.py.
+"""The configuration of a run: a dataclass whose fields are the flags of train.py.
 
-`python train.py --help` prints them.
+python train.py --help
 """
 
 import argparse
@@ -23,14 +23,14 @@ BUILTIN = "tokens/python"
 
 
 def parse_wrap(text: str) -> str:
-    """Check the value of --wrap; the argparse type of the flag."""
+    """The argparse type of --wrap."""
     if text != "auto":
         blocks_per_unit(text)
     return text
 
 
 def blocks_per_unit(wrap: str) -> int | None:
-    """Return the number of blocks in an FSDP unit, None for all. `wrap` is --wrap, but not auto."""
+    """Return the number of blocks per FSDP unit for a --wrap other than auto; None: all blocks."""
     match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -40,13 +40,13 @@ def blocks_per_unit(wrap: str) -> int | None:
 
 
 def parse_window(text: str) -> str:
-    """Check the value of --profile; the argparse type of the flag."""
+    """The argparse type of --profile."""
     profile_window(text)
     return text
 
 
 def profile_window(profile: str) -> tuple[int, int]:
-    """Return the two steps of --profile START:STOP as integers."""
+    """Return the two steps of --profile START:STOP."""
     match = re.fullmatch(r"(\d+):(\d+)", profile)
     start, stop = map(int, match.groups()) if match else (0, 0)
     if start >= stop:
@@ -67,16 +67,16 @@ def flag(
     parse: Callable | None = None,
     resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
 ):
-    """Define a field of Config: its group in --help, default, help text, and how it is parsed.
+    """Return a field of Config: its group in --help, default, help text, and how to parse it.
 
-    Numbers must satisfy ge <= value < lt. `parse` is an argparse type that replaces the field's
-    type. `resume` states what happens if a run continues with a different value:
+    Numbers must be in ge <= value < lt. `parse` is an argparse type that replaces the field's type.
+    `resume` is what happens if the value differs from the value in the run to continue:
 
-    never           refused: it would be a different run
-    refused         refused without --allow_changes: results would change
-    allowed         accepted and printed. If the default is None or "auto", layout.resolve computes
-                    it in each start. Changes of model and data are detected separately.
-    not compared    ignored: the flag applies to one start, and later starts do not inherit it
+    never           the start is refused: it would be a different run
+    refused         the start is refused without --allow_changes: results would change
+    allowed         the change is printed. layout.resolve computes defaults None and "auto" in each
+                    start. Model and data are compared separately, by their fields and fingerprint.
+    not compared    nothing: the flag applies to one start, and later starts do not take it over
     """
     metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
     return field(default=default, metadata=metadata | {"metavar": metavar, "parse": parse})
@@ -89,33 +89,31 @@ once = functools.partial(flag, resume="not compared")
 
 @dataclass(frozen=True)
 class Config:
-    """The flags and their defaults. To add a flag, add a field; --help then lists it.
+    """The flags and their defaults. To add a flag, add a field here; --help prints it.
 
-    A field that is also a field of ModelConfig overrides it, unless it is None. A run that
-    continues refuses a changed value unless the field is `free` or `once`. layout.resolve replaces
-    the defaults None and "auto" with values.
+    A field with the same name as a field of ModelConfig overrides that field unless it is None.
+    Continuing a run with a changed value is refused unless the field is `free` or `once`.
+    layout.resolve replaces the defaults None and "auto" by values.
     """
 
     data: str = free("basics", BUILTIN, "token folder, or DIR:SHARE,...", metavar="DIR")
     out: str | None = once(
         "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
     )
-    seed: int = fixed(
-        "data", 0, "seed of the initial weights and of the data order", ge=0, lt=2**32
-    )
+    seed: int = fixed("data", 0, "seed of the initial weights and the data order", ge=0, lt=2**32)
 
     model: Literal[tuple(SIZES)] = fixed(
-        "basics", "tiny", "named size; the model flags, for example --n_layer, override it"
+        "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
     )
     n_layer: int | None = free("model", None, "number of blocks", ge=1, lt=10_000)
     n_head: int | None = free("model", None, "number of attention heads", ge=1, lt=10_000)
-    n_kv_head: int | None = free("model", None, "key and value heads; GQA if below n_head", ge=1)
+    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", ge=1)
     d_model: int | None = free("model", None, "width of the residual stream", ge=1, lt=1_000_000)
     d_ff: int | None = free("model", None, "hidden width of the MLP", ge=1, lt=10_000_000)
     seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
-        "basics", "auto", "auto: ddp if everything fits on a device, else fsdp, across hosts hsdp"
+        "basics", "auto", "auto: ddp if everything fits on a device, else fsdp; hsdp across hosts"
     )
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", ge=1)
     dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: all of a host)", ge=1)
@@ -128,35 +126,30 @@ class Config:
         parse=parse_wrap,
     )
     reshard_after_forward: bool = free(
-        "mesh", True, "free gathered weights after forward and gather again; false: SHARD_GRAD_OP"
+        "mesh", True, "free gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
     )
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
-        "mesh", "batch", "when gradients are averaged; shard: between hsdp's replicas once per step"
+        "mesh", "batch", "when gradients are averaged; shard: between hsdp replicas once per step"
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = fixed(
-        "basics", 16, "sequences per optimizer step, over all ranks", ge=1
-    )
+    global_batch_size: int = fixed("basics", 16, "sequences per step, over all ranks", ge=1)
     micro_batch_size: int | None = free(
-        "basics",
-        None,
-        "sequences per rank and forward (default: its share of the global batch)",
-        ge=1,
+        "basics", None, "sequences per rank and forward (default: its share of the batch)", ge=1
     )
     activation_checkpointing: Literal["none", "selective", "full"] = free(
         "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
     )
     loss_chunks: int | None = free(
-        "memory", None, "chunks of tokens for logits and loss (default: by size)", ge=1
+        "memory", None, "compute logits and loss in N chunks of tokens (default: by size)", ge=1
     )
 
     max_steps: int = free("basics", 700, "optimizer steps of the run", ge=1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last one", ge=0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", ge=0)
     warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "optimizer", "linear", "decay to min_lr; wsd: in the last fifth of the steps after warm-up"
+        "optimizer", "linear", "decay to min_lr; wsd: only in the last fifth of steps after warm-up"
     )
     optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
         "optimizer", "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest"
@@ -166,12 +159,12 @@ class Config:
     beta2: float = flag("optimizer", 0.95, "AdamW beta2", ge=0, lt=1)
     eps: float = flag("optimizer", 1e-8, "AdamW epsilon", ge=0)
     clip: Literal[tuple(optim.CLIPS)] = flag(
-        "optimizer", "norm", "norm: clip the full gradient; adaptive: clip each parameter's"
+        "optimizer", "norm", "norm: clip the full gradient; adaptive: each parameter's gradient"
     )
     max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", ge=1e-9)
     max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", ge=1e-9)
     max_skipped: int = free(
-        "optimizer", 100, "skipped updates in a row that end a run; 0: off", ge=0
+        "optimizer", 100, "end the run after N skipped updates in a row; 0: never", ge=0
     )
 
     log_interval: int = free("cadence", 10, "steps between log rows", ge=1)
@@ -182,18 +175,20 @@ class Config:
         "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", ge=0
     )
     eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", ge=0)
-    eval_sequences: int = free("cadence", 512, "sequences per evaluation, always the same", ge=1)
+    eval_sequences: int = free("cadence", 512, "validation sequences, always the same", ge=1)
     eval_only: bool = once(
         "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
     )
-    sample_tokens: int = free("cadence", 256, "tokens to sample at the end; 0: none", ge=0)
+    sample_tokens: int = free(
+        "cadence", 256, "tokens to sample at the end, if memory allows; 0: none", ge=0
+    )
     profile: str | None = once(
-        "cadence", None, "trace steps START+1 ... STOP", metavar="START:STOP", parse=parse_window
+        "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
     )
 
     save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", ge=0)
-    keep_last: int = flag("checkpoints", 2, "how many checkpoints to keep; 0: all", ge=0)
-    keep_every: int = free("checkpoints", 0, "also keep every N-th step's; 0: none", ge=0)
+    keep_last: int = flag("checkpoints", 2, "number of latest checkpoints to keep; 0: all", ge=0)
+    keep_every: int = free("checkpoints", 0, "also keep steps N, 2N, 3N, ...; 0: none", ge=0)
     checkpoint: Literal["sharded", "none"] = free(
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
@@ -209,11 +204,11 @@ class Config:
     )
     allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
-    dry_run: bool = once("stops", False, "build and check everything before step 1; write nothing")
+    dry_run: bool = once("stops", False, "check everything up to the first step; write nothing")
     timeout: float = once(
         "stops",
         120.0,
-        "end the run after so many seconds without progress; 10 x for a start or a save",
+        "end the run after X seconds without progress; 10 times as many to start or save",
         ge=1,
         lt=1e9,
     )
@@ -226,17 +221,15 @@ class Config:
     num_workers: int | None = free(
         "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", ge=0
     )
-    peak_tflops: float | None = free(
-        "hardware", None, "dense TFLOP/s of a device, for MFU", ge=1e-9
-    )
+    peak_tflops: float | None = free("hardware", None, "dense TFLOP/s per device, for MFU", ge=1e-9)
 
 
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
-# Flags that define the mesh. If one of them is typed, a start inherits none of them.
+# The flags of the mesh go together: if one is typed, none is taken over from an earlier start.
 MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
-# Flags that are not inherited unless they were typed: they apply to one start, or their default is
-# computed from its ranks.
+# Flags that a later start does not take over unless they were typed: those that apply to one
+# start, and those whose default is computed for the ranks of each start
 PER_START = {
     f.name
     for f in dataclasses.fields(Config)
@@ -255,7 +248,7 @@ examples:
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-docs/reference.md describes the log's fields, exit statuses, file formats and guarantees.
+docs/reference.md has the log's fields, exit statuses, file formats and guarantees.
 """
 
 
@@ -264,19 +257,19 @@ docs/reference.md describes the log's fields, exit statuses, file formats and gu
 
 
 def parse(argv: list[str]) -> dict:
-    """Return {name: value} of the flags on the command line or in the --config file.
+    """Return {name: value} of the flags that are typed or in the --config file.
 
-    The result always has `out`, whose default depends on the other flags. Raises UsageError.
+    `out` is always included: its default depends only on these flags. Raises UsageError.
     """
     flags = parse_flags(build_parser(), argv)
     for name in ("init_from", "resume"):
-        if flags.get(name) == "":  # for example "$RUN", if the shell has no such variable
+        if flags.get(name) == "":  # for example, a shell variable that is not set
             raise UsageError(f"--{name} is empty: give the path of a checkpoint or a run")
     if "out" not in flags:
         flags["out"] = default_out(flags)
         named = named_run(flags)
         if flag_value(flags, "resume") == named or Path(flags["out"]) == Path(named or "."):
-            raise UsageError(f"choose a new folder with --out: {named} contains another run")
+            raise UsageError(f"choose a new folder with --out: {named} belongs to another run")
     if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
@@ -290,9 +283,9 @@ def parse(argv: list[str]) -> dict:
 
 
 def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
-    """Return {flag: value}; flags in `argv` override those in a --config file. Raises UsageError.
+    """Return {flag: value}; flags in `argv` override those of a --config file. Raises UsageError.
 
-    `parser` has at least the flags of `build_parser`, which are left out if they are not typed.
+    `parser` has at least the flags of `build_parser`, which have no defaults in the parser.
     """
     given = parser.parse_known_args(argv)[0]
     if given.config:
@@ -302,9 +295,9 @@ def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
 
 
 def default_out(flags: dict) -> str:
-    """Return runs/NAME, where NAME is the model, or the run or checkpoint of --init_from.
+    """Return runs/NAME, named after the model or the run or checkpoint of --init_from.
 
-    For a checkpoint in a run's folder, NAME is RUN-step-N.
+    For a checkpoint of a run, NAME is RUN-step-N.
     """
     path = Path(flags.get("init_from") or flag_value(flags, "model"))
     if path.parent.name == "checkpoints":
@@ -313,12 +306,12 @@ def default_out(flags: dict) -> str:
 
 
 def flag_value(flags: dict, name: str):
-    """Return the value of a flag as typed, else its default; nothing is inherited from a run."""
+    """Return the value of a flag as typed, else its default. A run to continue is not read."""
     return flags.get(name, getattr(Config, name))
 
 
 def named_run(flags: dict) -> str | None:
-    """Return the checkpoint or run that --resume or --init_from specifies, or None."""
+    """Return the path of the checkpoint or run given by --resume or --init_from, if any."""
     resume = flag_value(flags, "resume")
     return flags.get("init_from") if resume in ("auto", "never") else resume
 
@@ -341,21 +334,21 @@ def build_parser() -> cli.Parser:
     groups["basics"].add_argument(
         "--config",
         metavar="FILE.json",
-        help="config.json of a run, or a file in configs/; flags on the command line win",
+        help="config.json of a run, or a file in configs/; the command line overrides it",
     )
     return parser
 
 
 def add_flag(group, f: dataclasses.Field) -> None:
-    # SUPPRESS: only flags that are typed get a value. layout.resolve fills in the defaults.
+    # Only flags that are typed get a value: layout.resolve fills in the defaults.
     options = {"default": argparse.SUPPRESS, "help": f.metadata["help"]}
     if f.default is not None:
         options["help"] += f" (default: {str(f.default).lower()})"
-    kind, *_ = get_args(f.type) or [f.type]  # int, if the type is int or int | None
+    kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
     if get_origin(f.type) is Literal:
         options["choices"] = get_args(f.type)
     elif kind is bool:
-        # "--async_save" alone means "--async_save true".
+        # --async_save alone is --async_save true
         options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
     else:
         parse = f.metadata["parse"] or kind
@@ -372,11 +365,11 @@ def boolean(text: str) -> bool:
 
 
 def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
-    """Turn a saved config.json into flags, which the parser then checks. Raises UsageError.
+    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
 
-    If `file` belongs to a run other than `out`, leave out the checkpoint that run started from.
+    A new run in `out` does not take over resume and init_from from the config of another run.
     """
-    left_out = {"allow_changes"}  # it applied to one start only
+    left_out = {"allow_changes"}  # applied only to the start that gave it
     run = Path(file).resolve().parent
     if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
         left_out |= {"resume", "init_from"}
@@ -391,6 +384,6 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
             if value is not None and name not in left_out:
                 flags.append(f"--{name}={value}")
         parser.parse_args(flags)
-    except (OSError, ValueError) as error:  # a UsageError is a ValueError
+    except (OSError, ValueError) as error:  # including UsageError
         raise UsageError(f"--config {file}: {error}") from None
     return flags

@@ -5,10 +5,10 @@ A token folder contains `train.bin` and `val.bin` (token ids, little-endian, no 
 `meta.pkl` is never unpickled.
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
-N tokens has (N - 1) // T windows. Each epoch reads them in an order that depends on (seed, epoch).
-With epoch, i = divmod(n, windows), sequence n is window i in this order: a pure function of
-(seed, n). The number of ranks or workers, the micro-batch size and the step of a resume do not
-change it, so checkpoints need no data loader state. In a mixture, n also decides the folder.
+N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
+i in the order of this epoch, which depends on (seed, epoch). So it is a pure function of (seed, n),
+whatever the number of ranks or workers, the micro-batch size or the step at which a run resumed. A
+checkpoint needs no state of the data loader. In a mixture, n also selects the folder.
 
 prepare.py ends each document with an end-of-text token and packs documents one after the other.
 A window may therefore contain parts of several documents, and attention sees all of them.
@@ -300,9 +300,9 @@ class TokenDataset(Dataset):
 class Mixture(Dataset):
     """The sequences of one split of several folders, like TokenDataset for one folder.
 
-    With seeds (training), folders take turns, in the same order in every thousand sequences, and
-    each has its own epochs. Without seeds (validation), they follow one another, each stretched to
-    its share, so that the evenly spread `val_indices` read each in proportion, from start to end.
+    With seeds, folders take turns in the same order in every thousand sequences, with separate
+    epochs. Without seeds (validation), they follow one another, each stretched to its share. The
+    evenly spread `val_indices` then read each folder from start to end, in proportion to its share.
 
     For example, folders A and B have the shares 0.7 and 0.3, and 60 and 25 sequences. With seeds,
     turn t of A is due at (t + 0.25) / 700 and turn t of B at (t + 0.75) / 300: the order is

@@ -66,7 +66,7 @@ def mesh_shape(
     dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
-    """Return (dp_replicate, dp_shard, tp). The strategy replaces None. Raises MeshError."""
+    """Return (dp_replicate, dp_shard, tp). The strategy sets sizes of None. Raises MeshError."""
     dp_size = max(1, world_size // tp)
     if strategy == "hsdp":
         if dp_replicate is None and dp_shard is None:
@@ -285,8 +285,8 @@ def materialize(
 ) -> None:
     """Allocate and fill the weights of a model on the meta device.
 
-    Every rank fills the same full tensor and keeps its part, then the next tensor. So weights are
-    the same on every mesh without communication, and a rank has one full tensor at a time.
+    Every rank fills the same full tensors, one at a time, and keeps its part of each. Weights are
+    the same on every mesh without communication. Memory is needed for shards and one full tensor.
     """
     model.to_empty(device=device)
     for name, tensor in model.named_parameters() if init else ():

@@ -1,7 +1,7 @@
-"""Resolve flags and ranks into a run, and place the run's model on the mesh.
+"""Turn flags and ranks into a run, and place the run's model on the mesh.
 
-`resolve` fills in every default, `place` distributes the model, and `estimate_memory` estimates the
-memory of a rank.
+`resolve` fills in every default, `place` lays out the model, and `estimate_memory` estimates the
+memory that a rank needs.
 """
 
 import collections
@@ -44,23 +44,23 @@ from runtime.preflight import NEW_RUN, Origin
 class Run(Config):
     """A resolved run: the value of every flag, and what follows from flags, ranks and data.
 
-    It is equal on all ranks, and checkpoints record it in their manifests. No value is None or
-    "auto", with these exceptions: init_from and profile if not given, an unknown peak_tflops, data
-    without a tokenizer, a model without rope_scaling, and resume, for which "auto" is a behaviour.
+    It is the same on all ranks, and the manifest of each checkpoint records it. No value is None or
+    "auto", except init_from and profile if not given, peak_tflops of an unknown device, the name of
+    an unknown tokenizer, rope_scaling of a model without it, and resume, whose "auto" is a value.
     """
 
-    flags: dict  # the flags that were typed for this start or an earlier start of the run
+    flags: dict  # as typed for this start or for an earlier start of the run
     model_config: ModelConfig
     data_facts: DataFacts
     mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
     dp_size: int  # dp_replicate x dp_shard
     grad_accum_steps: int
-    tokens_per_step: int  # on all ranks together
-    compute_dtype: torch.dtype  # the dtype of the forward pass
+    tokens_per_step: int  # of all ranks
+    compute_dtype: torch.dtype  # of the forward pass
 
     @property
     def manifest(self) -> dict:
-        """The part of the manifest that is equal in every checkpoint of the run."""
+        """What every checkpoint of the run records."""
         return {
             "flags": self.flags,
             "config": {name: getattr(self, name) for name in DEFAULTS},
@@ -74,17 +74,17 @@ class Run(Config):
 # --------------------------------------------------------------------------------------------------
 # Flags -> run
 
-# Flags that override a field of the model
+# Flags that override a part of the model
 SIZE_FLAGS = DEFAULTS.keys() & {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW_RUN) -> Run:
-    """Return the run with every default filled in. Reads no files or hardware, and prints nothing.
+    """Fill in every default of a run. Reads no file, prints nothing and queries no hardware.
 
     flags     {name: value} of the flags that were typed, as config.parse returns them
     machine   the ranks and their hardware
     data      vocabulary, tokenizer and fingerprint of the data
-    origin    the checkpoint that this start uses, if any
+    origin    the checkpoint that this start continues or takes weights from, if any
 
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
@@ -99,7 +99,7 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
         typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:
-        with contextlib.suppress(dist.MeshError):  # for example hsdp on hosts of unequal sizes
+        with contextlib.suppress(dist.MeshError):  # for example, hsdp on hosts of unequal sizes
             run = on_mesh(values, strategy, machine, typed, model_config, data)
             if fits(run, machine.device_memory):
                 return run
@@ -107,15 +107,15 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
 
 
 def take_over(flags: dict, origin: Origin) -> dict:
-    """Return the value of every flag: as typed, else from the run that continues, else its default.
+    """Return the value of every flag: as typed, else from the run to continue, else the default.
 
-    Defaults that `compute_defaults` computes are still None or "auto".
+    Defaults that are computed later are still None or "auto".
     """
     return DEFAULTS | origin.kept_values | origin.kept_flags | flags
 
 
 def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
-    """Return the values with the model's sizes, and with None and "auto" replaced by defaults."""
+    """Return the values with the model's sizes and all defaults that do not depend on the mesh."""
     filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
     if filled["out"] is None:
         filled["out"] = default_out(values)
@@ -145,10 +145,10 @@ def new_defaults(run: Run, machine: Machine) -> list[str]:
 
 
 def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> ModelConfig:
-    """Return the model: the named size or `saved`, a checkpoint's model, with SIZE_FLAGS applied.
+    """Return the named size or `saved`, the model of a checkpoint, as changed by the size flags.
 
-    A checkpoint's vocabulary is kept if `vocab_size` fits into it. Otherwise `vocab_size` is padded
-    to a multiple of 64, for which matrix kernels are fast. Raises UsageError.
+    The vocabulary of a checkpoint is kept if it has room for `vocab_size` ids. Otherwise vocab_size
+    is rounded up to a multiple of 64, for which matrix kernels are fast. Raises UsageError.
     """
     size = saved or SIZES[values["model"]]
     overrides = {}
@@ -158,7 +158,7 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
         if values[name] is not None:
             overrides[name] = values[name]
     if size.n_kv_head == size.n_head and values["n_kv_head"] is None:
-        # A size without grouped queries stays without them unless --n_kv_head is given.
+        # A model without grouped-query attention gets it only from --n_kv_head.
         overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
     try:
         model_config = dataclasses.replace(size, **overrides)
@@ -170,7 +170,7 @@ def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> M
 
 
 def check_choices(values: dict) -> None:
-    """Raise UsageError if an earlier run has a value that this code does not support."""
+    """Raise UsageError if a value of the run to continue is not a choice in this code."""
     for f in dataclasses.fields(Config):
         if get_origin(f.type) is Literal and values[f.name] not in get_args(f.type):
             raise UsageError(
@@ -180,9 +180,9 @@ def check_choices(values: dict) -> None:
 
 
 def check_steps(values: dict, typed: dict) -> None:
-    """Raise UsageError if steps or learning rates contradict each other.
+    """Raise UsageError for steps or learning rates that contradict each other.
 
-    The default of warmup_steps may exceed max_steps, because short runs are usually trials.
+    The default of warmup_steps may be larger than max_steps, for short trial runs.
     """
     max_steps = values["max_steps"]
     if values["min_lr"] > values["lr"]:
@@ -199,9 +199,9 @@ def check_steps(values: dict, typed: dict) -> None:
 
 
 def possible_strategies(values: dict, machine: Machine) -> list[str]:
-    """Return --strategy, or for auto the possible strategies, by increasing communication.
+    """Return --strategy or, for auto, the strategies to try, least communication first.
 
-    The last one is used even if it does not fit.
+    The last one is used even if it does not fit into memory.
     """
     if values["strategy"] != "auto":
         return [values["strategy"]]
@@ -214,8 +214,8 @@ def possible_strategies(values: dict, machine: Machine) -> list[str]:
     return ["ddp", "fsdp"]
 
 
-# The share of a device's memory above which logits are computed in chunks. Chunks cost time: 0.8%
-# of a step for 2 chunks and 2.4% for 8, according to tools.plan for llama3-8b on H100s.
+# Logits that need more than this share of the device memory are computed in chunks. Chunks cost
+# time: tools.plan predicts 0.8% of a step of llama3-8b on H100s for 2 chunks, and 2.4% for 8.
 LOGITS_SHARE = 0.1
 
 
@@ -227,7 +227,7 @@ def on_mesh(
     model_config: ModelConfig,
     data: DataFacts,
 ) -> Run:
-    """Return the run with a strategy, a mesh shape and a rank's share of the batch.
+    """Return the run with this strategy: add its mesh shape and each rank's share of the batch.
 
     Raises UsageError, for example if the batch cannot be split, and MeshError.
     """
@@ -238,7 +238,7 @@ def on_mesh(
     dp_size = shape[0] * shape[1]
     global_batch_size = values["global_batch_size"]
     micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
-    per_forward = micro_batch_size * dp_size  # sequences on all ranks together
+    per_forward = micro_batch_size * dp_size  # sequences of all ranks
     if global_batch_size % per_forward and not values["eval_only"]:
         raise UsageError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
@@ -272,18 +272,19 @@ def on_mesh(
 # --------------------------------------------------------------------------------------------------
 # FSDP units
 
-# The maximum size of an FSDP unit under --wrap auto, in bytes of float32 weights. With 8 blocks of
-# 2.6 MB on 2 ranks (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with
-# 1, 2, 3 and 4 blocks in a unit, and 311 ms with one unit. 8 MB reaches half of that gain. Larger
-# units need more memory: two gathered units are in memory at a time, one of them ahead of its use.
+# The most bytes of float32 weights in an FSDP unit of --wrap auto. With 8 blocks of 2.6 MB on 2
+# ranks (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with 1, 2, 3 and
+# 4 blocks per unit, and 311 ms with a single unit. A limit of 8 MB gives half of this gain. Two
+# gathered units are in memory at a time, since FSDP gathers one ahead; with
+# --wrap none, the full model is.
 UNIT_BYTES = 8_000_000
 
 
 def choose_wrap(model_config: ModelConfig) -> str:
-    """Return the value for --wrap auto: as many blocks as fit in UNIT_BYTES, or the full model.
+    """Choose --wrap auto: blocks in groups of up to UNIT_BYTES, or one unit for a small model.
 
-    Each message has a fixed cost, so small blocks are gathered together. If the full model fits
-    into one unit, it is gathered once per micro-batch.
+    Each message has a fixed cost, so small blocks are gathered together. A model that fits into one
+    unit is gathered once per micro-batch.
     """
     with torch.device("meta"):
         model = Transformer(model_config)
@@ -294,10 +295,10 @@ def choose_wrap(model_config: ModelConfig) -> str:
 
 
 def fsdp_units(model: Transformer, wrap: str) -> list[list[nn.Module]]:
-    """Return the groups of modules that FSDP gathers together. The rest, the root, is another unit.
+    """Return the modules of each FSDP unit; the rest of the model, its root, is one more unit.
 
-    Larger units send fewer, longer messages and need more memory for gathered weights. If they are
-    not tied, the embedding and the head are units as well. With --wrap none, the root has all.
+    Larger units send fewer, longer messages and need more memory for gathered weights. An embedding
+    and a head that are not tied are also units. With --wrap none, the root is the full model.
     """
     size = blocks_per_unit(wrap)
     if size is None:
@@ -312,7 +313,7 @@ def fsdp_units(model: Transformer, wrap: str) -> list[list[nn.Module]]:
 
 
 def empty_model(run: Run) -> Transformer:
-    """Return the model on the meta device, without memory."""
+    """Return the model on the meta device, where it needs no memory."""
     with torch.device("meta"):
         return Transformer(run.model_config, run.compute_dtype, run.loss_chunks)
 
@@ -322,8 +323,8 @@ def place(
 ) -> nn.Module:
     """Place the model on the mesh; return the module to call.
 
-    If `init_weights` is False, weights get memory but no values, which is enough for a rehearsal.
-    Under ddp this runs one forward and backward pass: see dist.warm_up_buckets.
+    With `init_weights` False, weights are allocated but not filled, as a rehearsal needs them.
+    With ddp, this runs one forward and backward pass: see dist.warm_up_buckets.
     """
     if run.activation_checkpointing != "none":
         mode = run.activation_checkpointing
@@ -331,7 +332,7 @@ def place(
     if run.compile:
         modules = [*model.blocks, model.head.loss]
         if run.tp > 1:
-            # Under torch's loss_parallel(), Inductor silently computed wrong losses (2.13, CPU).
+            # Inductor silently gave wrong losses under loss_parallel() (torch 2.13, CPU).
             modules.remove(model.head.loss)
         elif run.strategy == "single" and len(model.blocks) <= 4 and run.loss_chunks == 1:
             modules = [model]  # deeper models gain nothing and take longer to compile
@@ -358,8 +359,8 @@ def place(
 # Recomputation and compilation
 
 PRODUCT = torch.ops.aten.mm.default
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # called only for tp
-# Selective checkpointing keeps the results of these expensive operations, with exceptions below.
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # of tp
+# Selective checkpointing keeps the results that cost most to compute, with exceptions below.
 SAVED_OPERATIONS = [
     PRODUCT,
     REDUCE_SCATTER,  # so that it is not sent twice
@@ -373,15 +374,15 @@ SAVED_OPERATIONS = [
 
 
 def selective_contexts(c: ModelConfig, tp: int) -> tuple:
-    """Return the contexts for a block's forward and recomputation: see checkpoint_activations.
+    """Return the contexts of a block's forward and recomputation: see checkpoint_activations.
 
-    Called for each forward of a block, and while a block is compiled, when no tensor is a DTensor.
+    Called in each forward of a block, and when a block is compiled; then no tensor is a DTensor.
     """
     # Backward does not need the result of mlp.down, which is only added to the residual stream.
-    recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights: in, out
+    recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights, (in, out)
     if tp > 1:
-        # attention.out computes a partial sum as large as the full output. Instead of it, keep the
-        # result of its reduce_scatter, which is 1 / tp as large.
+        # attention.out computes a partial sum as large as the full output. The result of its
+        # reduce_scatter is kept instead, which is only 1 / tp as large.
         recomputed.append((c.d_model // tp, c.d_model))
     scattered = collections.Counter()
 
@@ -399,13 +400,13 @@ def selective_contexts(c: ModelConfig, tp: int) -> tuple:
 def checkpoint_activations(
     blocks: Iterable[nn.Module], mode: str, c: ModelConfig, tp: int = 1
 ) -> None:
-    """Keep fewer activations of each block; recompute the rest in backward (Chen et al. 2016).
+    """Keep fewer activations of each block and recompute the rest in backward (Chen et al. 2016).
 
-    full keeps only the input of a block and costs a third more compute. selective keeps the results
-    of matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
+    full keeps only the input of a block and costs a third more compute. selective keeps results of
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022).
     """
     # By default checkpoint() also restores the random generators, so that dropout in a fork drops
-    # the same elements when a block is recomputed.
+    # the same elements when a block is computed again.
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(selective_contexts, c, tp)
@@ -416,19 +417,20 @@ def checkpoint_activations(
 def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Compile the forward and backward of each module for the shapes of its first call.
 
-    Replaces their forward. Calls with other shapes (samples, the last batch of an evaluation) run
-    uncompiled. Equal modules share one compilation. Call it before FSDP wraps the modules, so that
-    gathering weights stays outside the compiled region. Parameters keep their names.
+    Replaces their forward. Other shapes (samples, a smaller last evaluation batch) run uncompiled.
+    Equal modules share one compilation. Call this before FSDP wraps the modules, so that gathering
+    weights stays outside the compiled region. Parameters keep their names.
     """
     # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
-    # Compiled layers overlap with sending as well, and faster. torch's notes on DDP use this name.
+    # Compiling layer by layer also overlaps the two, and is faster. This setting has no public
+    # name, but torch's notes on DDP describe it.
     torch._dynamo.config.optimize_ddp = False
     for module in modules:
         module.forward = compiled_for_one_shape(module.forward)
 
 
 def compiled_for_one_shape(forward: Callable) -> Callable:
-    """Compile a function for the shapes of its first call; calls with other shapes run eagerly."""
+    """Compile a function for the shapes of its first call; other shapes run uncompiled."""
     compiled = torch.compile(forward, dynamic=False)
     first_shapes = None
 
@@ -449,20 +451,20 @@ def compiled_for_one_shape(forward: Callable) -> Callable:
 
 
 def fits(run: Run, device_memory: int) -> bool:
-    """Whether a fifth of `device_memory` stays free for memory that `estimate_memory` omits."""
+    """Whether a fifth of `device_memory` stays free for what `estimate_memory` does not count."""
     need = estimate_memory(run, empty_model(run))
     return sum(need.values()) <= 0.8 * device_memory
 
 
 def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
-    """Estimate the bytes that a rank needs, {part: bytes}.
+    """Estimate the bytes that a rank needs, by part.
 
-    Weights, gradients and optimizer state are exact. The peak of the step may be lower than the
-    sum, because activations reach their peak before the gradients. It may be higher, because the
-    estimate omits gathered weights, communication buffers and the process; tools.plan counts them.
+    Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
+    do. Not counted are gathered weights, communication buffers and the process itself: tools.plan
+    rehearses a step to count them.
     """
     weights = gradients = optimizer = 0
-    # Until the last micro-batch, FSDP accumulates full gradients: see dist.gradient_sync
+    # Until the last micro-batch, FSDP accumulates unsharded gradients: see dist.gradient_sync.
     accumulates_full = run.grad_sync == "batch" and run.grad_accum_steps > 1
     for name, parameter in model.named_parameters():
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first.
@@ -479,15 +481,15 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
     block = activation_bytes_of_block(run.model_config, dtype, run.device, run.tp)  # per token
     activations = {
         "none": run.n_layer * block,
-        "selective": run.n_layer * block // 2,  # roughly
-        # The inputs of all blocks, and one recomputed block
+        "selective": run.n_layer * block // 2,  # approximately
+        # The inputs of all blocks, and the activations of the block that is recomputed
         "full": run.n_layer * dtype.itemsize * run.d_model // run.tp + block,
     }
     tokens = run.micro_batch_size * run.seq_len
-    vocab_size = run.model_config.vocab_size // run.tp  # the part on this rank
+    vocab_size = run.model_config.vocab_size // run.tp  # of this rank
     logits = logit_bytes(dtype) * tokens * vocab_size // run.loss_chunks
     if run.loss_chunks > 1:
-        logits += 4 * run.d_model * vocab_size  # the head's gradient, summed over chunks in float32
+        logits += 4 * run.d_model * vocab_size  # the head's gradient, summed over the chunks
     return {
         "weights": weights,
         "gradients": gradients,
@@ -498,5 +500,5 @@ def estimate_memory(run: Run, model: Transformer) -> dict[str, int]:
 
 
 def logit_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of a logit and its gradient in float32, and of a copy in another dtype."""
+    """Return the bytes per logit: float32 value and gradient, and a copy if `dtype` is another."""
     return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)

@@ -56,7 +56,7 @@ class ModelConfig:
     def from_dict(cls, fields: dict) -> "ModelConfig":
         """Create the config from a manifest's model. Missing optional fields get their defaults.
 
-        Raises ValueError, also for an unknown field, which may stand for a different model.
+        Raises ValueError, also for an unknown field: ignoring it would change the model.
         """
         try:
             check_fields("model", cls, fields)
@@ -315,7 +315,7 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
         d_kv = c.d_model  # k and v are repeated: see `causal_attention`
     gathered = 2 * c.d_model  # elements of the outputs of both norms
     # Split by tokens: the inputs of both norms, the output of attention. Split by heads: q, k, v
-    # and the softmax(...) v of the heads. Split by hidden units: gate, up, silu(gate), product.
+    # and causal_attention(q, k, v). Split by hidden units: gate, up, silu(gate) and the product.
     split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
     if on_cpu and c.seq_len <= CPU_KERNEL_ABOVE:
         split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
@@ -441,7 +441,7 @@ class Transformer(nn.Module):
         On GPUs, values of large matrices also depend on the number of multiprocessors.
 
         Norms are 1. Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 * n_layer)
-        for the 2 * n_layer layers whose outputs the residual stream adds (Radford et al. 2019).
+        in the 2 * n_layer layers that add to the residual stream (GPT-2, Radford et al. 2019).
         """
         if tensor.dim() == 1:
             tensor.fill_(1.0)

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     # failed collectives, which are less informative than the watchdog's message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # FSDP allocates on four streams, each with its own blocks: segments that grow avoid gaps.
+    # FSDP allocates on four streams, which share no blocks: expandable segments leave no gaps.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -83,7 +83,7 @@ def command(argv: list[str]) -> int:
     with contextlib.ExitStack() as held, watchdog, loss_parallel():
         gc.disable()  # a collection on one rank delays all: the loop collects on all ranks at once
         held.callback(gc.enable)
-        if not config.flag_value(flags, "eval_only"):  # which may run while the run trains
+        if not config.flag_value(flags, "eval_only"):  # an evaluation may run during training
             lock = run_folder.hold_lock(Path(flags["out"]), timeout)
             dist.on_rank0(held.enter_context, lock)  # rank 0 holds the lock until the end
         origin = preflight.find_origin(flags, world)
@@ -221,8 +221,7 @@ def train(
                     save(run, state, saver, log.last_row["loss"], watchdog)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
-                # Otherwise evaluate first: a run that resumes from this checkpoint would not
-                # evaluate this step again, and the log would lack the row.
+                # Otherwise evaluate first: a run that resumes here does not evaluate again.
                 if saves and not stop:
                     save(run, state, saver, log.last_row["loss"], watchdog)
         if saver.rows:
@@ -243,7 +242,7 @@ def train(
     if stop:
         return report_stop(run, state.step, log)
     if run.sample_tokens:
-        watchdog.progress(state.step, "sampling", slow=True, status=0)  # the run is complete
+        watchdog.progress(state.step, "sampling", slow=True, status=0)  # 0: the run is complete
         text = closing_sample(forward, folders[0], run, world, watchdog)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
     return 0
@@ -441,9 +440,10 @@ def evaluate(
 
 
 def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) -> None:
-    """Save a checkpoint, or start to save it with --async_save.
+    """Save a checkpoint; with --async_save, start to save it.
 
-    Refuse to save values that are not finite. If replicas of a weight differ, also end the run.
+    Do not save if the loss or a weight is not finite. If replicas of a weight differ between ranks,
+    do not save, and end the run.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if not is_finite(state.tensors["model"], loss):
@@ -458,7 +458,7 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     """Whether the last loss and all weights are finite, on all ranks."""
-    # A sum is finite only if all elements are; isfinite() of each takes 20 times as long on a CPU.
+    # A sum is not finite if one element is not. isfinite() of all takes 20 times as long on a CPU.
     sums = [optim.local(weight).sum() for weight in weights.values()]
     finite = torch.stack(sums).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)

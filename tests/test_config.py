@@ -39,14 +39,14 @@ def test_a_run_is_named_after_its_initial_weights():
 
 def test_a_run_from_another_run_needs_a_new_folder():
     for argv in (["--init_from", "runs/a"], ["--resume", "runs/b"]):
-        with pytest.raises(UsageError, match="choose a new folder with --out: runs/. contains "):
+        with pytest.raises(UsageError, match="choose a new folder with --out: runs/. belongs "):
             parse(argv)
         assert parse([*argv, "--out", "runs/c"])["out"] == "runs/c"
 
 
 def test_an_empty_path_to_a_checkpoint_is_refused():
     for flag in ("--init_from", "--resume"):
-        with pytest.raises(UsageError, match=f"{flag} is empty: give the path of a "):
+        with pytest.raises(UsageError, match=f"{flag} is empty: give the path of a checkpoint or"):
             parse([flag, "", "--out", "runs/c"])
 
 
