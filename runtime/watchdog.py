@@ -3,11 +3,11 @@
 What happens when rank 3 is killed in step 41:
 
 1. Collectives with rank 3 fail on other ranks, and the error passes through `Watchdog.__exit__`. If
-   they hang instead, the thread of rank 2 misses the heartbeats of rank 3 (`Watchdog.run`).
-2. A few ranks that noticed read all heartbeats (`abort_if_confirmed`). The first to announce the
-   failure prints who died after which step, also to torchrun's report (`cli.report_error`).
-3. Every rank ends with status 1, or 0 if its run is complete, even if its main thread hangs
-   (`abort`). NCCL, which would end ranks earlier, only logs (`runtime.launch.prepare_process`).
+   they hang instead, rank 2's heartbeat thread finds rank 3, which it watches, silent (`run`).
+2. A few of the ranks that notice this read all heartbeats (`abort_if_confirmed`). The first rank to
+   announce the failure prints who died after which step, for torchrun too (`cli.report_error`).
+3. Every rank ends, even if its main thread hangs: with status 1, or 0 if its run is complete
+   (`abort`). NCCL would do so earlier; `runtime.launch.prepare_process` makes it only log.
 4. `torchrun --max-restarts` or Slurm starts all ranks again, from the latest valid checkpoint.
 
 A rank whose own code fails prints its error (`cli.execute`); the other ranks then find it silent.
@@ -32,14 +32,14 @@ from runtime import cli
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
-CONFIRM_INTERVALS = 3  # between two reads, which show the silent ranks
-INVESTIGATORS = 8  # ranks that read all heartbeats; all of 4,096 ranks would read for minutes
+CONFIRM_INTERVALS = 3  # between two reads of all heartbeats, which show the silent ranks
+INVESTIGATORS = 8  # ranks that read all heartbeats; if all of 4,096 did, it would take minutes
 STORE_GONE = "the store that the ranks share does not answer: rank 0 or its host was lost"
 LAST_WORDS_SECONDS = 10  # for a rank to exit after an error
 
 
 class Heartbeat(NamedTuple):
-    """What each rank writes to the store in every interval."""
+    """What each rank writes to the store once per `Watchdog.interval`."""
 
     count: int
     reports: int  # calls of `progress` so far
@@ -49,15 +49,15 @@ class Heartbeat(NamedTuple):
 class Watchdog:
     """A context that ends the job when a rank stops, dies or makes no progress.
 
-    In every interval, a thread of each rank writes its heartbeat to the store and reads the next
-    rank's: three small messages, whatever the size of the world. A rank that
+    Once per `interval`, a thread of each rank writes the rank's heartbeat to the store and reads
+    the next rank's: three small messages, whatever the size of the world. A rank reads the
+    heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed, if it
 
     - finds the next rank silent for `timeout` seconds,
-    - makes no progress itself for that long, or SLOW_FACTOR times as long in slow places,
-    - or leaves the context because a collective failed,
+    - makes no progress itself for that long (SLOW_FACTOR times as long during slow work),
+    - or leaves the context because a collective failed.
 
-    reads the heartbeats of all ranks for CONFIRM_INTERVALS, to find which ranks failed. If
-    INVESTIGATORS ranks already do this, it leaves the work to them.
+    If INVESTIGATORS ranks already do this, it leaves the work to them.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
@@ -66,7 +66,7 @@ class Watchdog:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self.interval = min(1.0, timeout / 20)  # seconds
-        self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds; reading takes half of it
+        self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds to confirm a failure
         self.count = 1  # heartbeats sent
         self.reports = 0  # calls of `progress`
         self.place = "before the first step"
@@ -80,7 +80,7 @@ class Watchdog:
         self.ask(store.set, f"heartbeat {rank}", first)  # or readers wait for it
 
     def progress(self, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
-        """Report `step` steps done and what this rank is `doing`; `abort` exits with `status`."""
+        """Report `doing`, which follows `step` finished steps; `abort` exits with `status`."""
         self.reports += 1
         self.place = f"after step {step}, {doing}"
         self.slow = slow
@@ -99,18 +99,18 @@ class Watchdog:
         if error is not None:
             atexit.register(end_process_soon)
         if kind is RuntimeError or isinstance(error, torch.distributed.DistError):
-            # Perhaps a collective failed because another rank was lost: then this does not return.
+            # Perhaps a collective failed because another rank was lost: then this call never ends.
             self.abort_if_confirmed(collective_failed=True)
         self.stopped.set()
         self.thread.join(2 * self.interval)  # not forever: the store may not answer
 
     def run(self) -> None:
-        """Watch the next rank and this rank's progress, in the first thread.
+        """Watch the next rank and this rank's own progress, in the heartbeat thread.
 
-        Time is counted in heartbeats, because none is sent while a job is suspended.
+        Time is counted in heartbeats: none is sent while a job is suspended, so its time stops.
         """
         self.store.set_timeout(timedelta(seconds=self.timeout))
-        # Early enough to print the line within `timeout`.
+        # In heartbeats. Leaves time to confirm the failure and print the line within `timeout`.
         limit = self.timeout / self.interval - 2 * CONFIRM_INTERVALS
         silent_for = 0  # heartbeats of this rank since the next rank's last one
         stalled_for = 0  # heartbeats since this rank's last report of progress
@@ -128,9 +128,9 @@ class Watchdog:
                 self.abort_if_confirmed()
 
     def watch_store(self) -> None:
-        """Abort if the store does not answer `run`, in a second thread.
+        """In a second thread, abort if `run` gets no answer from the store.
 
-        A lost host does not close its connections: the store's client asks twice and waits forever.
+        A lost host closes no connections: the store's client asks to cancel, and waits forever.
         """
         waited, last_count = 0, -1
         while not self.stopped.wait(self.interval):
@@ -140,7 +140,7 @@ class Watchdog:
                 self.abort(STORE_GONE)
 
     def exchange(self, ranks: Iterable[int]) -> list[Heartbeat]:
-        """Send a heartbeat and return the last ones of `ranks`; abort if a failure is announced."""
+        """Send a heartbeat; return the latest ones of `ranks`. Abort if a failure is announced."""
         heartbeat = Heartbeat(self.count, self.reports, self.place)
         names = [f"heartbeat {rank}" for rank in ranks]
         self.ask(self.store.set, f"heartbeat {self.rank}", json.dumps(heartbeat))
@@ -156,17 +156,17 @@ class Watchdog:
         try:
             return request(*arguments)
         except RuntimeError:
-            # Without torchrun, rank 0 serves the store and may have finished.
+            # Without torchrun, rank 0 serves the store: perhaps it finished, and so will this rank.
             if self.stopped.wait(self.inquiry):
                 sys.exit()  # ends this thread alone: the main thread has left the context
             self.abort(STORE_GONE)
 
     def abort_if_confirmed(self, collective_failed: bool = False) -> None:
-        """Read the heartbeats of all ranks for a while; announce a failure that they show."""
-        # Each period has a new count: if the investigators die, other ranks read in the next one.
+        """Read all heartbeats for a while; if they show a failure, announce it and abort."""
+        # Investigators are counted again in each period: if they die, other ranks take over.
         period = f"investigators {time.time() // self.inquiry:.0f}"
         if self.ask(self.store.add, period, 1) > INVESTIGATORS:
-            if collective_failed:  # `run` goes on, and ends this process if they announce a failure
+            if collective_failed:  # `run` goes on, and ends this process if a failure is announced
                 self.stopped.wait(3 * self.inquiry)  # hosts may be slow
             return
         before = self.exchange(range(self.world_size))
@@ -209,7 +209,7 @@ class Watchdog:
         self.ending.acquire()  # only once: another thread waits here for the end
         try:
             if line:
-                # All ranks end now, and torchrun shows the earliest failure as the root cause.
+                # All ranks end now. torchrun reports the earliest failure as the cause: this one.
                 began = time.time() - self.timeout
                 cli.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:
@@ -220,10 +220,10 @@ class Watchdog:
 
 
 def end_process_soon() -> None:
-    """End this process with status 1 in LAST_WORDS_SECONDS, while Python exits after an error.
+    """End this process with status 1 if its exit after an error exceeds LAST_WORDS_SECONDS.
 
-    The destructors of torch's process groups hold the GIL and wait for NCCL, whose other ranks may
-    never answer. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes to
+    The destructors of torch's process groups hold the GIL and wait in NCCL for other ranks, which
+    may never answer. faulthandler's timer is a C thread, which needs no GIL. Its traceback goes to
     /dev/null, so that the error stays the last line.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)

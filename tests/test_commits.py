@@ -82,9 +82,9 @@ def call(capsys, words: str, *more: str, status: int = 0) -> list[str]:
 def test_two_commits_are_compared_bit_for_bit(project, capsys):
     commit(project, "second", model=f"{MODEL}# a comment\n")
     equal, *others = call(capsys, "--commits HEAD~1 HEAD")
-    assert equal == "HEAD~1 and HEAD are equal bit for bit: losses and 2 parameters, 20 steps"
+    assert equal == "HEAD~1 and HEAD are equal bit for bit: losses and 2 parameters in 20 steps"
     assert others == [
-        "the bytes that a step hands to torch are equal; speeds are not judged",
+        "the bytes that a step hands to torch are equal; speeds are not compared",
         "HEAD~1: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
         "HEAD: 1,024 bytes of all_reduce over dp_shard; 3 tokens/s",
     ]
@@ -94,10 +94,10 @@ def test_two_commits_are_compared_bit_for_bit(project, capsys):
     assert "| - | step 2: head grad_norm by 2e-16 |" in text
     assert "a step hands to torch differ; " in text and ".: 1,000 bytes of all_reduce" in text
     equal, *_ = call(capsys, "--commits HEAD . --tolerance 1e-12", "--max_steps=3")
-    assert equal == "HEAD and . are equal within 1e-12: losses and 2 parameters, 3 steps"
+    assert equal == "HEAD and . are equal within 1e-12: losses and 2 parameters in 3 steps"
     (project / "model.py").write_text(MODEL.replace("2.5", "2.6"))
     text = "\n".join(call(capsys, "--commits HEAD ."))
-    assert "| - | step 20: validation loss by 0.04 |" in text and "| - | never, by " in text
+    assert "| - | step 20: validation loss by 0.04 |" in text and "| - | never: at most " in text
 
 
 def test_bisect_finds_one_commit_of_sixteen_in_five_runs(project, capsys, monkeypatch):
@@ -178,7 +178,7 @@ def test_real_commits_are_compared(tokens, tmp_path):
     assert "step 1: " in text and " exp_avg_sq_norm by 0.02, and 19 more |" in text
     commit(code, "moved", optim=f"{optim}\n\n# The end\n")
     text = printed("--commits HEAD~2 HEAD", "--strategy fsdp")
-    assert "are equal bit for bit: losses and 20 parameters, 20 steps" in text
+    assert "are equal bit for bit: losses and 20 parameters in 20 steps" in text
     assert "HEAD: " in text and " bytes of all_gather over dp_shard" in text
     text = printed("--commits . HEAD --nproc_per_node 1", "--z_loss 1")
     assert "working tree does not run: train.py: error: unrecognized arguments: --z_loss" in text

@@ -1,4 +1,4 @@
-"""Wrapping, resharding, recomputation, synchronisation: equal numbers, and the expected costs."""
+"""Wrapping, resharding, recomputation, gradient sync, compiling: equal numbers, expected costs."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ from tools.planning.rehearse import rehearse
 
 
 def test_an_evaluation_changes_neither_training_nor_checkpoints(run):
-    """FSDP's last unit stays gathered after a forward pass that no backward pass follows."""
+    """Without a backward pass after it, a forward pass leaves FSDP's last unit gathered."""
     base = "--max_steps 2 --dtype float32 --strategy fsdp --save_interval 1"
-    base += " --model tinyllama-1.1b --n_kv_head 4"  # a head with separate weights
+    base += " --model tinyllama-1.1b --n_kv_head 4"  # untied: the last unit is the head
     plain = run(2, base, "plain")
     evaluated = run(2, f"{base} --eval_interval 1", "evaluated")
     assert len(rows(evaluated, "val_loss")) == 2
     for expected, row in zip(rows(plain), rows(evaluated), strict=True):
         assert (row["loss"], row["grad_norm"]) == (expected["loss"], expected["grad_norm"])
     saved = [checkpoint.list_checkpoints(out) for out in (plain, evaluated)]
-    for one, other in zip(*saved, strict=True):  # after both steps
+    for one, other in zip(*saved, strict=True):  # a checkpoint after each step
         torch.testing.assert_close(tensors(one), tensors(other), rtol=0, atol=0, equal_nan=True)
 
 
@@ -89,9 +89,9 @@ def test_the_bytes_of_ddp_match_the_formula(traffic, sync, times, more):
 def test_the_bytes_of_fsdp_match_the_formula(traffic, sync, times, reshard, dtype, size, optimizer):
     """Each micro-batch gathers the two blocks and the rest of the model (embedding, norm) once.
 
-    The first block is gathered again for backward if it was dropped after forward. The last unit,
-    here the second block, is never gathered again. Under Muon each rank multiplies seven matrices,
-    the number in a block: it gets the other half of each in bfloat16 and sends the result back.
+    The first block is gathered again for backward if its weights were freed after forward. The last
+    unit, here the second block, is never gathered again. Under Muon each rank orthogonalizes seven
+    of the 14 matrices: it gets the other half of each in bfloat16 and sends half the result back.
     """
     text = f"--strategy fsdp --grad_sync {sync} --reshard_after_forward {reshard} --dtype {dtype}"
     text += f" --optimizer {optimizer}"
@@ -105,7 +105,7 @@ def test_the_bytes_of_fsdp_match_the_formula(traffic, sync, times, reshard, dtyp
             WORLD_REDUCE: OPTIMIZER,
         }
         if optimizer == "muon":
-            matrices = 2 * (step.block - 2 * 32)  # bytes of a block without its two norms
+            matrices = 2 * (step.block - 2 * 32)  # bytes of a block's matrices
             expected["all_to_all", "dp_shard"] = Traffic(2 * 7, 2 * matrices)
         assert step.counts == expected
 
@@ -113,14 +113,14 @@ def test_the_bytes_of_fsdp_match_the_formula(traffic, sync, times, reshard, dtyp
 @pytest.mark.parametrize(
     "policy, units, again",
     [
-        # The last unit is the head. Backward needs no weight of the first unit, the embedding.
+        # Only blocks: the last unit, the head, stays, and backward does not need the embedding.
         ("--model tinyllama-1.1b", 4, 2),
         ("--n_layer 5 --wrap block_group:2", 3, 4),  # units of 2, 2 and 1 blocks
         ("--wrap none", 0, 0),
     ],
 )
 def test_the_bytes_of_fsdp_match_the_formula_for_any_wrap(traffic, policy, units, again):
-    """Units and the rest of the model are gathered once, and `again` blocks again for backward."""
+    """Each unit and the rest are gathered once; `again` blocks a second time, for backward."""
     blocks_per_unit = 2 if "block_group" in policy else 1
     for step in traffic(2, f"--strategy fsdp --dtype bfloat16 {policy}"):
         messages = units + 1 + again // blocks_per_unit
@@ -138,7 +138,7 @@ def test_the_bytes_of_fsdp_match_the_formula_for_any_wrap(traffic, policy, units
     ],
 )
 def test_the_bytes_of_hsdp_match_the_formula(traffic, sync, scatters, reduces, more):
-    """Two micro-batches on four ranks. Weights are gathered as by fsdp, within two ranks."""
+    """Four ranks, two micro-batches each. Weights are gathered as under fsdp, by pairs of ranks."""
     text = f"--strategy hsdp --dp_shard 2 --grad_sync {sync} --dtype float32"
     for step in traffic(4, f"{text} --global_batch_size 8 {more}"):
         size = 4 * step.total
@@ -160,13 +160,13 @@ def test_the_bytes_of_hsdp_match_the_formula(traffic, sync, scatters, reduces, m
 def test_the_bytes_of_tensor_parallelism_match_the_formula(
     traffic, strategy, checkpointing, gathers_again, scatters_again, optimizer
 ):
-    """The tokens of (B, T, d_model) = (2, 16, 32) are gathered before each attention and MLP.
+    """Before each attention and MLP, the tokens of (B, T, d_model) = (2, 16, 32) are gathered.
 
-    After it, partial results are added and scattered. Each of the two layers gathers and scatters
-    twice in forward and twice in backward, and each end of the model once. Checkpointing gathers
-    again; "full" also repeats attention's scatter, but not the last scatter of a block. The loss
-    reduces three numbers per token: a maximum, a sum and the target's logit. The gradients of the
-    five norms are added once a step, by optim.py ("single") or by FSDP.
+    After each, partial results are added and scattered. So each of the two layers gathers and
+    scatters twice in forward and twice in backward; embedding and head do each once. Checkpointing
+    gathers again; "full" also repeats attention's scatter, but not the last scatter of a block. The
+    loss reduces three numbers per token: a maximum, a sum and the target's logit. The gradients of
+    the five norms are all_reduced once a step, by optim.py ("single") or by FSDP.
     """
     text = f"--strategy {strategy} --tp 2 --dtype float32 --micro_batch_size 2"
     text += f" --optimizer {optimizer}"
@@ -187,10 +187,10 @@ def test_the_bytes_of_tensor_parallelism_match_the_formula(
         }
         assert step.counts[WORLD_REDUCE] == OPTIMIZER
         if optimizer == "muon":
-            # Rank 0 collects four of the 14 matrices, which are dealt by size, and sends them back.
+            # Matrices are dealt largest first. Rank 0 gets four of the 14 and returns the results.
             matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
             assert step is not steps[0] or dealt == Traffic(2 * 4, 2 * matrices)
-            # The replica that has multiplied a half of a matrix sends it to the other replica.
+            # Each rank sends its half of a result to the other replica, or gets it from there.
             halves = 2 * 2 * (3 * 64 * 32 + 2 * 32 * 32 + 2 * 16 * 32) // 2
             assert step.counts["broadcast", "dp_replicate"] == Traffic(14, halves)
 
@@ -210,7 +210,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
         loss = net(tokens, tokens)
-    kept = sum(row.self_cpu_memory_usage for row in profiler.key_averages())  # not freed again
+    kept = sum(row.self_cpu_memory_usage for row in profiler.key_averages())  # allocated - freed
     loss.backward()
     return kept, loss.item(), net.blocks[0].mlp.up.weight.grad.norm().item()
 
@@ -228,7 +228,7 @@ def test_recomputing_saves_memory_without_changing_numbers():
 
 
 def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
-    """Return the numbers of 4 steps and of 2 evaluations, and the graphs compiled up to then."""
+    """Return the numbers of 4 steps and 2 evaluations, and graph counts after each of the two."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = build_run(argv)
@@ -245,8 +245,8 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     return numbers, [*graphs, compiled["total"]]
 
 
-# A block has 2.4 MB: Dynamo would split it where DDP's first bucket, of 1 MB, is full. The last
-# batch of an evaluation is smaller than the others.
+# A block has 2.4 MB: by default, Dynamo would split it where DDP's first bucket, of 1 MB, is full.
+# With 9 sequences, the last batch of an evaluation is smaller than the other batches.
 COMPILED = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512 --eval_sequences 9"
 COMPILED += " --sample_tokens 3"
 
@@ -255,10 +255,10 @@ COMPILED += " --sample_tokens 3"
 @pytest.mark.parametrize(
     "ranks, graphs, policy",
     [
-        # One graph of the whole model
+        # One graph for the full model
         (1, 1, ""),
         (1, 1, "--activation_checkpointing selective"),
-        # or one for all blocks, and one of the loss
+        # Two: one that all blocks share, and one for the loss
         (1, 2, "--activation_checkpointing full --loss_chunks 2"),
         (1, 2, "--activation_checkpointing selective --loss_chunks 2"),
         (1, 2, "--n_layer 5"),
@@ -266,7 +266,7 @@ COMPILED += " --sample_tokens 3"
         (2, 2, "--strategy fsdp"),
     ],
 )
-def test_compiled_runs_match_eager_ones_with_few_graphs(on_ranks, ranks, graphs, policy):
+def test_compiled_runs_match_eager_ones_and_need_few_graphs(on_ranks, ranks, graphs, policy):
     text = f"{COMPILED} {policy}"
     ((eager, none),) = on_ranks(1, numbers_and_graphs, text, timeout=120)
     assert len({lr for _, _, lr in eager[:4]}) > 2
@@ -276,7 +276,7 @@ def test_compiled_runs_match_eager_ones_with_few_graphs(on_ranks, ranks, graphs,
             # Under ddp and fsdp the loss of a step differs between ranks; val_loss does not.
             shared = slice(None) if ranks == 1 else slice(-2, None)
             assert found[shared] == pytest.approx(expected[shared], rel=1e-5)
-        # For training and for evaluation. The last, smaller batch and the sample add no graph.
+        # As many for evaluation as for training. The last, smaller batch and the sample add none.
         assert counts == [graphs, 2 * graphs]
 
 
@@ -303,7 +303,7 @@ class SeenOperations(OperationCounter):
 
 
 def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
-    """What a third step communicates, its operations, and the number of graphs it added."""
+    """What a third step communicates, its operations, and how many graphs it compiles."""
     run = build_run(argv)
     graphs = torch._dynamo.utils.counters["aot_autograd"]
     for step in (1, 2):
@@ -315,7 +315,7 @@ def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
 
 
 @pytest.mark.slow
-def test_counting_communication_keeps_a_step_compiled(on_ranks):
+def test_a_step_stays_compiled_while_communication_is_counted(on_ranks):
     answers = []
     for text in (f"{BLOCKS} --tp 2", f"{BLOCKS} --tp 2 --compile"):
         answers.append(on_ranks(2, count_once_compiled, text, timeout=120)[0])
@@ -326,7 +326,7 @@ def test_counting_communication_keeps_a_step_compiled(on_ranks):
 
 
 def kept_by_compiled_blocks(argv: list[str]) -> int:
-    """Bytes that compiled code keeps for backward, without those of parameters."""
+    """Bytes that autograd keeps for backward in a compiled step, without the parameters."""
     torch._dynamo.reset()
     run = build_run(argv)
     train_step(run, 1)
@@ -343,7 +343,7 @@ def kept_uncompiled(text: str, ranks: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, ranks):
-    """A sixth layer adds the same bytes, compiled or not. Each block is compiled separately."""
+    """A sixth layer adds equal bytes, compiled or not. With over 4 layers, blocks are compiled."""
     kept = []
     for n_layer in (5, 6):
         text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"

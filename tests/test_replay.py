@@ -270,7 +270,7 @@ def test_a_step_or_data_that_the_run_lacks_is_refused(single, tokens, arguments,
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     status, _, err = call([tmp_path, "1"])
-    assert status == 2 and "is not the folder of a started run" in err
+    assert status == 2 and "is not a run folder" in err
 
 
 def test_a_run_of_other_code_is_refused(single):

@@ -136,11 +136,11 @@ LOSSES = {1: 4.0, 10: 3.0, 20: 2.0}
 @pytest.mark.parametrize(
     "losses, tolerance, first",
     [
-        (LOSSES, 1e-6, "never, by at most 0 in 3 logged steps in common"),
-        (LOSSES | {10: 3.0000001}, 1e-6, "never, by at most 3e-08 in 3 logged steps in common"),
+        (LOSSES, 1e-6, "never: at most 0 in 3 steps that both runs logged"),
+        (LOSSES | {10: 3.0000001}, 1e-6, "never: at most 3e-08 in 3 steps that both runs logged"),
         (LOSSES | {10: 2.99999, 20: 2.1}, 1e-6, "step 10: training loss by 3e-06"),
         (LOSSES | {20: None}, 0.01, "step 20: training loss by inf"),
-        ({5: 3.0, 15: 2.0}, 0.01, "never, by at most 0 in 0 logged steps in common"),
+        ({5: 3.0, 15: 2.0}, 0.01, "never: at most 0 in 0 steps that both runs logged"),
     ],
 )
 def test_compare_prints_where_two_runs_first_differ(tmp_path, compared, losses, tolerance, first):
@@ -182,7 +182,7 @@ def statistics_of(changes: dict[tuple[int, str], dict]) -> list[dict]:
         # Rounding may grow from 0.009 to 0.5.
         (
             {(1, "b"): {"grad_norm": 1.982}, (3, "a"): {"grad_norm": 1.0}},
-            "never, by at most 0.5 in 3 logged steps in common",
+            "never: at most 0.5 in 3 steps that both runs logged",
         ),
         ({(2, "a"): {"grad_norm": None}}, "step 2: a grad_norm by inf"),
         (  # more than updates explain: the weights differed before
@@ -215,7 +215,7 @@ def sweep(root: Path) -> list[Path]:
     return [*runs, write_losses(root / "high", {1: None}, [(1, None)], **flags)]
 
 
-NO_WORD = "no verdict: it needs runs that ended, with the same seeds"
+NO_WORD = "no verdict: both settings need finished runs with the same seeds"
 
 
 def seeds(out: str) -> dict[str, list[str]]:

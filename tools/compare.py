@@ -1,4 +1,4 @@
-"""Compare runs by their logs: an A/B test, seeds, a sweep, the same run on two meshes or commits.
+"""Compare runs by their logs: A/B tests, seeds, sweeps, or one run on two meshes or commits.
 
 python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/*
@@ -27,12 +27,12 @@ from runtime.run_folder import read_starts
 from tools.measuring import commits
 from tools.measuring.harness import temporary_folder
 
-# Rounding differences of parameters grow until they are as large as the values. In float32, those
-# above the default tolerance grew at most 12-fold from one step to the next, and 41-fold in ten.
+# A parameter's difference counts only if it exceeds GROWTH times all earlier ones. Rounding errors
+# grow too: in float32, those above the default tolerance grew 12-fold in a step, 41-fold in ten.
 GROWTH = 100
 MOST_COLUMNS = 6  # with more runs, each run is a row
-NEVER = "never"  # the first word if two runs do not differ
-LEVEL = 0.05  # chance that any comparison of a table finds equal settings different
+NEVER = "never"  # the first word of a cell if two runs do not differ
+LEVEL = 0.05  # chance that at least one comparison in a table finds equal settings different
 
 # --------------------------------------------------------------------------------------------------
 # The log of a run
@@ -60,7 +60,7 @@ class Log:
         return min(filter(math.isfinite, losses), default=None)
 
     def loss_at(self, tokens: int) -> float | None:
-        """Return the mean finite training loss in the last tenth of the first `tokens` tokens."""
+        """Return the mean of the finite training losses in the last tenth of `tokens` tokens."""
         losses = []
         for row in self.training:
             if 0.9 * tokens < row["tokens"] <= tokens and math.isfinite(row["loss"]):
@@ -103,9 +103,9 @@ def read(folder: str, name: str) -> Log:
     try:
         config = json.loads((run / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is not the folder of a started run: {error}") from None
+        raise UsageError(f"{folder} is not the folder of a run that has started: {error}") from None
     for start in read_starts(run)[-1:]:
-        config |= start["config"]  # which include the run's defaults
+        config |= start["config"]  # includes the defaults, which config.json leaves out
     rows = read_rows(run / "metrics.jsonl")
     training, val = with_times(rows)
     if not training:
@@ -158,7 +158,7 @@ def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[
     """Return a header, and a line for each run with what it reached.
 
     The cells include the time to validation loss `loss` (default: the lowest that all runs
-    reached), the first losses and statistics of parameters that differ from the first run's by
+    reached), the first loss and the first parameter statistic that differ from the first run's by
     more than `tolerance` (relative), and the flags that differ.
     """
     tokens = min(log.training[-1]["tokens"] for log in logs)
@@ -177,7 +177,7 @@ def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[
 
 
 def reached(log: Log, tokens: int, loss: float | None) -> dict[str, str]:
-    """Return the cells on losses, the time to validation loss `loss`, speed, and bad steps."""
+    """Return the cells on losses, the time to `loss`, speed, and clipped and skipped steps."""
     found = {
         "final validation loss": shown(log.final_val_loss(), ".4f"),
         "best validation loss": shown(log.best_val_loss(), ".4f"),
@@ -225,11 +225,11 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 class Difference(NamedTuple):
-    """How a value logged at one step differs between two runs; max() is the most informative."""
+    """How a logged value differs between two runs in a step; max() picks the most informative."""
 
-    place: int  # in the step: greater places are computed earlier
+    place: int  # order within the step: the greater, the earlier the value is computed
     size: float  # relative
-    name: str  # of the parameter
+    name: str  # of the parameter; for a loss, training or validation
     column: str
 
 
@@ -248,12 +248,12 @@ def differences(first: Log, log: Log, limit: float) -> dict[str, str]:
 
 
 def first_difference(reference: dict, other: dict, limit: float, growth: float) -> str:
-    """Describe the first step logged by both in which a value differs by more than `limit`.
+    """Describe the first step that both runs logged and in which a value differs by over `limit`.
 
-    The difference must also exceed `growth` times the largest one before. If several values differ
-    by so much, describes the one that differs most among those that a step computes first.
+    The difference must also exceed `growth` times the largest in earlier steps. If several values
+    differ that much, describes the largest difference among those that a step computes first.
     """
-    largest = 0.0  # difference so far
+    largest = 0.0  # largest difference so far
     common = 0  # logged steps
     for step in other:
         if step not in reference:
@@ -270,7 +270,7 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
             line = f"step {step}: {first.name} {first.column} by {first.size:.1g}"
             others = {found.name for found in beyond} - {first.name}
             return f"{line}, and {len(others)} more" if others else line
-    return f"{NEVER}, by at most {largest:.1g} in {common} logged steps in common"
+    return f"{NEVER}: at most {largest:.1g} in {common} steps that both runs logged"
 
 
 def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
@@ -279,7 +279,7 @@ def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> lis
     for name in a_rows.keys() & b_rows.keys():
         a, b = a_rows[name], b_rows[name]
         updates = a.get("update_ratio", math.inf) + b.get("update_ratio", math.inf)
-        for column in a.keys() & b.keys() - {"clipped"}:  # near the limit, rounding decides
+        for column in a.keys() & b.keys() - {"clipped"}:  # near the clip limit, rounding decides
             size = relative_difference(a[column], b[column])
             place = 0
             if column == "weight_norm" and size > updates:
@@ -314,7 +314,7 @@ class Setting:
 
 
 def seeds_table(logs: list[Log]) -> str:
-    """Return a table of the settings' means and spreads over seeds; empty if none has two."""
+    """Return a table of means and spreads over seeds; empty if no setting has two seeds."""
     settings = settings_of(logs)
     if not settings:
         return ""
@@ -347,13 +347,13 @@ def settings_of(logs: list[Log]) -> list[Setting]:
 
 
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
-    """Describe whether the losses of two settings, by seed, differ by more than chance.
+    """Describe whether the losses of two settings, {seed: loss}, differ by more than chance.
 
-    Means of n losses are nearly normal, so Student's t works even with three seeds. All
+    Losses of seeds are nearly normal, so Student's t works even with three seeds. All
     `comparisons` share LEVEL (Bonferroni).
     """
     if first.keys() != other.keys():
-        return "no verdict: it needs runs that ended, with the same seeds"
+        return "no verdict: both settings need finished runs with the same seeds"
     pairs = [other[seed] - first[seed] for seed in first]
     p = p_value(pairs)
     word = "not distinguishable"
@@ -368,7 +368,7 @@ def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) 
 def p_value(pairs: list[float]) -> float:
     """Return the chance of a mean at least this far from 0 if the true mean is 0 (two-sided).
 
-    With t = sqrt(df) tan(x), the density of Student's t is cos(x)^(df - 1) over its integral.
+    With t = sqrt(df) tan(x), Student's t has a density in x proportional to cos(x)^(df - 1).
     """
     n = len(pairs)
     df = n - 1
@@ -391,7 +391,7 @@ def compare_commits(args: argparse.Namespace) -> None:
     With --bisect, the second is the first commit after GOOD that differs, or BAD if none does.
     """
     first, *others = args.commits or commits.list_commits(*args.bisect)
-    commits.describe(others[-1])  # raises for an unknown one before the first run
+    commits.describe(others[-1])  # raises before the first run if there is no such commit
     logs = {}
     numbers = itertools.count()
     with temporary_folder("compare-") as folder:
@@ -406,8 +406,8 @@ def compare_commits(args: argparse.Namespace) -> None:
             return is_different(first_log, logs[commit], args.tolerance)
 
         first_log = run_commit(first)
-        # The last one runs only if all before it may be equal: 4 runs tell which of 15 commits is
-        # the first that differs, or that none does.
+        # BAD runs only if no commit that ran before it differs. For 15 commits after GOOD, 4 runs
+        # find the first one that differs, or show that none does.
         position = bisect.bisect_left(others, True, key=differs)
         last = others[min(position, len(others) - 1)]
         if args.bisect:
@@ -418,7 +418,7 @@ def compare_commits(args: argparse.Namespace) -> None:
 
 
 def is_different(first: Log, log: Log, limit: float) -> bool:
-    """Whether a loss or a statistic that both runs logged differs by more than `limit`."""
+    """Whether a loss or a statistic that both runs logged differs: see `first_difference`."""
     found = differences(first, log, limit)
     return any(not text.startswith(NEVER) for text in found.values())
 
@@ -433,7 +433,7 @@ def describe_pair(first: Log, log: Log, args: argparse.Namespace) -> str:
         lines = [describe_equal(first, log, args.tolerance)]
     sent = [bytes_sent(each.folder) for each in logs]
     word = "differ" if sent[0] != sent[1] else "are equal"
-    lines.append(f"the bytes that a step hands to torch {word}; speeds are not judged")
+    lines.append(f"the bytes that a step hands to torch {word}; speeds are not compared")
     for each, text in zip(logs, sent):
         speed = median(row["tokens_per_second"] for row in each.training)
         lines.append(f"{each.name}: {text}; {speed:,.0f} tokens/s")
@@ -446,7 +446,7 @@ def describe_equal(first: Log, log: Log, tolerance: float) -> str:
     parameters = cli.plural(len(names), "parameter")
     steps = cli.plural(len(log.training), "step")
     within = f"within {tolerance:g}" if tolerance else "bit for bit"
-    return f"{first.name} and {log.name} are equal {within}: losses and {parameters}, {steps}"
+    return f"{first.name} and {log.name} are equal {within}: losses and {parameters} in {steps}"
 
 
 def bytes_sent(run: Path) -> str:
@@ -472,12 +472,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--commits", nargs=2, metavar=("A", "B"), help=help)
     help = "find the first commit whose numbers differ from GOOD's; flags as for --commits"
     add("--bisect", nargs=2, metavar=("GOOD", "BAD"), help=help)
-    help = "number of ranks of each run (default: 2)"
+    help = "ranks of each run of --commits and --bisect (default: 2)"
     add("--nproc_per_node", type=cli.number(int, 1), default=2, metavar="N", help=help)
     help = "measure the time to this validation loss (default: the lowest that all runs reached)"
     add("--loss", type=cli.positive_number, metavar="L", help=help)
-    help = "relative difference above which a loss or a parameter differs (default: 0.01; for "
-    help += "commits: 0)"
+    help = "relative difference above which a loss or a parameter counts as different (default: "
+    help += "0.01; for commits: 0)"
     add("--tolerance", type=cli.positive_number, metavar="T", help=help)
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))

@@ -367,7 +367,7 @@ def run(argv: list[str]) -> None:
     args = parse(argv)
     starts = run_folder.read_starts(args.run)
     if not starts:
-        raise UsageError(f"{args.run} is not the folder of a started run: it has no starts.jsonl")
+        raise UsageError(f"{args.run} is not a run folder: it has no starts.jsonl")
     rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
     if args.step is None:
         nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"
