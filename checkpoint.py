@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-00000100/
         rank-00000.safetensors ...  the chunks of tensors that each rank wrote
-        full.safetensors            full format: one file instead, in which a tensor is one chunk
+        full.safetensors            instead, in a full checkpoint: each tensor is one chunk
         index.json                  the chunks of each tensor, and the files that contain them
         tokenizer.*                 the tokenizer, if it is a file
         manifest.json               step, tokens, config, data, file sizes, checksums (and its own)
@@ -63,7 +63,7 @@ CHANGED = "has changed since it was written: its checksum differs"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read: damage, an I/O error. The message is one line."""
+    """A checkpoint is damaged, or cannot be written or read. The message is one line."""
 
     exit_status = 1
 
@@ -75,7 +75,7 @@ class PathError(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """The last line of an error's text, or repr(error) if the text may be empty or only a key."""
+    """The last line of an error's text, or repr(error) if it is empty or perhaps only a key."""
     lines = str(error).splitlines()
     if not lines or isinstance(error, LookupError):
         return repr(error)
@@ -124,7 +124,7 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
     """The indices in the full tensor at which this rank's part starts."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    # Not public, but it handles rows that are split twice, over tp and then over dp_shard.
+    # This method is not public, but it handles rows split twice, over tp and then over dp_shard.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
@@ -167,7 +167,7 @@ def load_state(
                 reader = reader or Reader(Path(path))
                 reader.fill(name, tensor)
             except CheckpointError as failure:
-                error = failure  # raised later: the other replicas wait for the broadcasts
+                error = failure  # raise after the loop: other replicas still expect broadcasts
         if replicas:
             torch.distributed.broadcast(part_of(tensor), group=replicas, group_src=0)
         progress()
@@ -176,11 +176,11 @@ def load_state(
 
 
 class Entry(NamedTuple):
-    """A tensor of index.json."""
+    """The entry of a tensor in index.json."""
 
     full: Tensor  # its shape and dtype, on the meta device
     edges: list[list[int]]  # where chunks start in each dimension, and where the last one ends
-    grid: np.ndarray  # the number of each chunk's file
+    grid: np.ndarray  # each chunk's file, as a position in Reader.files
 
 
 class Reader:
@@ -232,7 +232,7 @@ class Reader:
             in_chunk = tuple(place for _, _, place in overlap)
             chunk, buffer = self.map_chunk(name, position)
             yield in_part, chunk[in_chunk]
-            buffer.madvise(mmap.MADV_DONTNEED)  # free the memory of the copied values
+            buffer.madvise(mmap.MADV_DONTNEED)  # free the pages that were read
 
     def map_chunk(self, name: str, position: tuple[int, ...]) -> tuple[Tensor, mmap.mmap]:
         """The chunk of a tensor at this position of its grid, and the mapping of its file."""
@@ -274,7 +274,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
         data = torch.frombuffer(buffer, dtype=torch.uint8, offset=start)
         begins, ends = zip(*sorted(entry["data_offsets"] for entry in header.values()))
         if (0, *ends) != (*begins, len(data)):  # each starts where the previous one ends
-            raise ValueError("its tensors overlap, or do not fill it")
+            raise ValueError("its tensors overlap, or do not fill the file")
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             if entry["dtype"] not in DTYPES:
@@ -294,7 +294,7 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """100 for the folder step-00000100. None for other names, even step-100: a user's copy."""
+    """100 for the folder step-00000100; None for another name, such as step-100, a user's copy."""
     match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
@@ -325,7 +325,7 @@ def read_manifest(path: Path) -> dict:
 
 
 def check_manifest(path: Path, manifest: dict) -> None:
-    """Raise ValueError for a wrong field, CheckpointError if the folder's name has a wrong step."""
+    """Raise ValueError for an invalid field, CheckpointError for a folder with another step."""
     step = manifest.get("step")
     numbers = {"the manifest's step": step, "the manifest's tokens": manifest.get("tokens", 0)}
     if not manifest["files"]:
@@ -342,7 +342,7 @@ def check_manifest(path: Path, manifest: dict) -> None:
 
 
 def seal(manifest: dict) -> dict:
-    """The manifest as it will be read, plus "crc32": the checksum of its other fields, sorted."""
+    """The manifest as JSON returns it, plus "crc32", a checksum of its other sorted fields."""
     fields = json.loads(json.dumps(manifest))  # keys become strings
     fields.pop("crc32", None)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -386,7 +386,7 @@ def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a directory. For a directory, this puts its entries' names on disk."""
+    """fsync a file or a directory. For a directory, this makes its entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -401,7 +401,7 @@ def write_file(path: Path, blocks: Iterable) -> dict:
         for block in blocks:
             file.write(block)
             crc = zlib.crc32(block, crc)
-            del block  # before the next one is read
+            del block  # free it before the next one is read
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "crc32": f"{crc:08x}"}
@@ -416,7 +416,7 @@ def write_safetensors(
     it, `layout` may be on the meta device. Without it, the values in `layout` are written.
     """
     read = read or layout.__getitem__
-    # The largest elements first, after a header padded to 8 bytes: so each tensor is aligned.
+    # The widest dtypes first, after a header padded to 8 bytes, so that each tensor is aligned.
     names = sorted(layout, key=lambda name: -layout[name].itemsize)
     header: dict = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -435,7 +435,7 @@ def write_safetensors(
             tensor = read(name)
             values = tensor.cpu().contiguous()
             yield values.view(-1).view(torch.uint8).numpy()
-            del tensor, values  # before the next one is read
+            del tensor, values  # free them before the next one is read
 
     return write_file(path, blocks())
 
@@ -484,7 +484,7 @@ def save_state(
     parts: dict[str, Tensor] | None = None,
     index: dict[str, dict] | None = None,
 ) -> int:
-    """Write `state`, nested dicts of tensors and DTensors, as a checkpoint; return its bytes.
+    """Write `state`, dicts of tensors and DTensors, as a checkpoint; return its size in bytes.
 
     All ranks call it together. The folder gets its name only when all files are on disk: if a rank
     is killed before that, there is no new checkpoint, and earlier ones are intact.
@@ -546,7 +546,7 @@ def publish(
     for name, contents in extra_files.items():
         files[name] = write_file(work / name, [contents])
     files["index.json"] = write_index(work, [*chunk_files], index)
-    if os.path.lexists(path):  # damaged: the run would have resumed from a valid one
+    if os.path.lexists(path):  # it is damaged, or the run would have resumed from it
         os.rename(path, temporary(path, ".damaged"))
     complete(work, path, {**manifest, "files": files})
     remove_leftovers(path)
@@ -583,11 +583,11 @@ def local_parts(state: dict) -> dict[str, Tensor]:
 
 
 def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[str, dict]:
-    """Choose which rank writes each chunk: of its holders, the one with the least to write so far.
+    """Choose which rank writes each chunk: the holder with the least to write so far.
 
-    All ranks call it together. Returns "tensors" of index.json, the same on all ranks and for every
-    save of a state. For example, if ranks 0 and 2 hold rows 0-4 of a (10, 4) tensor under hsdp and
-    ranks 1 and 3 hold rows 5-9, its grid may be [0, 3]. Raises CheckpointError on all ranks.
+    All ranks call it together. Returns "tensors" of index.json, the same on all ranks and for all
+    saves of this state. For example, if ranks 0 and 2 hold rows 0-4 of a (10, 4) tensor under hsdp
+    and ranks 1 and 3 hold rows 5-9, its grid may be [0, 3]. Raises CheckpointError on all ranks.
     """
     bounds = on_all_ranks(find_bounds, state)
     tensors = dict(flatten(state))
@@ -608,7 +608,7 @@ def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[s
 
 
 def layout_of(tensor: Tensor) -> tuple:
-    """The tensor's shape and distribution. A model has only about a dozen different pairs."""
+    """The tensor's shape and distribution. A model has only about a dozen different layouts."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return (tensor.shape,)
@@ -630,8 +630,8 @@ def find_bounds(state: dict) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 def find_chunks(shape: torch.Size, bounds: Sequence) -> tuple[list, np.ndarray, np.ndarray]:
     """Find the chunks of a tensor in the `bounds` of all ranks.
 
-    Returns the indices at which chunks start in each dimension and, for the chunks row by row, the
-    number of elements, (chunks,), and the ranks that hold them, (chunks, copies).
+    Returns the indices at which chunks start in each dimension and, for each chunk in row-major
+    order, its number of elements (chunks,) and the ranks that hold it (chunks, copies).
     """
     numel_of, holders_of = {}, {}  # keys: the indices at which a chunk starts
     for rank, (start, part) in enumerate(bounds):
@@ -644,5 +644,5 @@ def find_chunks(shape: torch.Size, bounds: Sequence) -> tuple[list, np.ndarray, 
     numels = np.array([numel_of[start] for start in starts])
     holders = np.array([holders_of[start] for start in starts], np.min_scalar_type(len(bounds)))
     if numels.sum() != shape.numel():
-        raise ValueError(f"they have {numels.sum()} elements of {tuple(shape)}")
+        raise ValueError(f"they have {numels.sum()} elements, not the {shape.numel()} of its shape")
     return cuts, numels, holders

@@ -6,8 +6,8 @@
 
 Ranks that differ in dp_shard or tp hold different parts of the weights; ranks that differ only in
 dp_replicate hold the same part. The ranks of a tp group read the same data and compute one
-forward pass together. All other ranks read different data: dp_rank = replicate_rank * S +
-shard_rank is unique and covers 0 ... R * S - 1.
+forward pass together. Ranks of different tp groups read different data: dp_rank =
+replicate_rank * S + shard_rank is unique for each group and covers 0 ... R * S - 1.
 """
 
 import itertools
@@ -53,8 +53,8 @@ class World:
     store: torch.distributed.Store  # a second connection to the store of the rendezvous
 
 
-# tp is last, so that its ranks, which communicate most, are neighbours on a host. A new axis also
-# needs a size in mesh_shape and a place in `parallelize`; ranks that share a batch share a dp_rank.
+# tp is last, so that its ranks, which communicate most, are neighbours on a host. To add an axis,
+# also extend mesh_shape, `parallelize` and dp_rank, which ranks that read the same batch share.
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -66,7 +66,7 @@ def mesh_shape(
     dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
-    """Return (dp_replicate, dp_shard, tp). The strategy sets sizes of None. Raises MeshError."""
+    """Return (dp_replicate, dp_shard, tp); the strategy replaces None. Raises MeshError."""
     dp_size = max(1, world_size // tp)
     if strategy == "hsdp":
         if dp_replicate is None and dp_shard is None:
@@ -94,8 +94,8 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     ranks = torch.arange(world.size).view(shape)
     is_cuda = world.device.type == "cuda"
     # For NCCL, create one group and split it per axis. init_device_mesh would split the default
-    # group, which also connects gloo on each axis, with a timeout of 30 minutes. Before torch 2.11,
-    # split_group can mix up two lines of 512 ranks: their colors were hashes, which may be equal.
+    # group, and also create a gloo group per axis, with a timeout of 30 minutes. Before torch 2.11,
+    # split_group could mix up large groups: it identified them by hashes, which may collide.
     groups = []
     if is_cuda:
         nccl_group = torch.distributed.new_group(backend="nccl", timeout=world.timeout)
@@ -112,7 +112,7 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
-    """Return which part of the data this rank reads, 0 ... dp_size - 1; equal in a tp group."""
+    """Return the part of the data that this rank reads, 0 ... dp_size - 1; a tp group shares it."""
     replicate_rank = mesh.get_local_rank("dp_replicate")
     shard_rank = mesh.get_local_rank("dp_shard")
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
@@ -121,7 +121,7 @@ def dp_rank(mesh: DeviceMesh) -> int:
 def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
 
-    train.py calls runtime.launch.start, which also explains why ranks cannot connect.
+    train.py calls runtime.launch.start, which also reports why ranks cannot connect.
     """
     if "RANK" in os.environ:
         store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
@@ -179,10 +179,10 @@ def parallelize(
                             2019); other parameters are replicated
     fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
                             together; the rest of the model is one more unit
-    reshard_after_forward   units free gathered weights after forward and, if backward needs them,
-                            gather them again; False: SHARD_GRAD_OP
-    keep_gradients          DDP's gradients exist from the start, as views of its buckets; there
-                            micro-batches accumulate their gradients until DDP synchronizes them
+    reshard_after_forward   units but the last free gathered weights after forward and, if backward
+                            needs them, gather them again; False: SHARD_GRAD_OP
+    keep_gradients          DDP's gradients exist from the start, as views of its buckets, in which
+                            they accumulate over micro-batches until DDP synchronizes them
     """
     tp = mesh["tp"].size()
     if tp > 1:
@@ -211,11 +211,11 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
         micro_batch    reduce_scatter, all_reduce       reduce_scatter, all_reduce
         shard          reduce_scatter                   reduce_scatter, all_reduce
 
-    batch: until the last micro-batch, gradients accumulate on each rank: with DDP in its buckets
-        (see `keep_gradients`), with FSDP unsharded in float32, 4 bytes x all parameters.
+    batch: until the last micro-batch, each rank accumulates gradients. DDP does so in its buckets
+        (see `keep_gradients`), FSDP unsharded in float32 (4 bytes x all parameters).
     micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, but the traffic is
         grad_accum_steps times as high.
-    shard: for hsdp with fast links within dp_shard. It needs as little memory as micro_batch and,
+    shard: suits hsdp with fast links within dp_shard. It needs as little memory as micro_batch and,
         between hosts, as little traffic as batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
@@ -224,7 +224,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
         return
     if isinstance(model, FSDPModule):
         # FSDP averages in backward: a reduce_scatter over dp_shard, an all_reduce over
-        # dp_replicate. The order of these calls matters: the first sets both flags.
+        # dp_replicate. The order of the calls matters: the first one also sets the second flag.
         model.set_requires_gradient_sync(is_last or mode != "batch")
         model.set_requires_all_reduce(is_last or mode == "micro_batch")
     yield
@@ -233,7 +233,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
 def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Module:
     """Wrap the model in DDP over dp_replicate."""
     if keep_gradients:
-        # DDP moves gradients that exist now into its buckets, later ones when it synchronizes.
+        # DDP moves existing gradients into its buckets now, later ones only when it synchronizes.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -285,8 +285,8 @@ def materialize(
 ) -> None:
     """Allocate and fill the weights of a model on the meta device.
 
-    Every rank fills the same full tensors, one at a time, and keeps its part of each. Weights are
-    the same on every mesh without communication. Memory is needed for shards and one full tensor.
+    Every rank fills one full tensor at a time and keeps its part. So the weights are the same on
+    every mesh without communication, and memory holds only the shards and one full tensor.
     """
     model.to_empty(device=device)
     for name, tensor in model.named_parameters() if init else ():
@@ -314,13 +314,13 @@ def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = No
     """Call `function` on each rank of the group; return the results of all ranks, by rank.
 
     If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits forever.
-    The first rank that failed raises its exception, the others one of the same class and text.
+    The lowest rank that failed raises its own exception; other ranks raise its class and text.
     """
     error = None
     outcomes = [None] * torch.distributed.get_world_size(group)
     try:
         torch.distributed.all_gather_object(outcomes, (function(*arguments), None), group)
-    except Exception as exception:  # nothing was sent: the result is pickled first
+    except Exception as exception:  # nothing was sent yet: pickling comes first
         error = exception
         torch.distributed.all_gather_object(outcomes, (None, class_and_text(error)), group)
     for rank, (_, sent) in enumerate(outcomes):
@@ -351,7 +351,7 @@ def on_rank0(function: Callable, *arguments):
         if is_rank0:
             outcome[0] = function(*arguments)
         torch.distributed.broadcast_object_list(outcome)
-    except Exception as error:  # nothing was sent: the result is pickled first
+    except Exception as error:  # nothing was sent yet: pickling comes first
         if is_rank0:
             torch.distributed.broadcast_object_list([None, class_and_text(error)])
         raise

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `Optimizer` and `learning_rate`. train.py's Run has the same attributes."""
+    """The settings of `Optimizer` and `learning_rate`. layout.Run has the same attributes."""
 
     lr: float  # peak learning rate
     max_steps: int
@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """The learning rate of update `step`, counted from 1. Stateless, so resuming restores nothing.
+    """The learning rate of update `step`, counted from 1. It has no state that checkpoints need.
 
     It rises linearly to `lr` at step `warmup_steps`, then follows the schedule. All schedules but
     "constant" would reach `min_lr` at step max_steps + 1.
@@ -158,16 +158,16 @@ def num_shards(parameter: Tensor) -> int:
 #
 #     hidden        is_hidden(name), an argument of Optimizer because names differ between models
 #     optimizer     the Optimizer: optimizer.settings; optimizer.parameters[name], a DTensor on a
-#                   mesh; its .grad and optimizer.slots[slot][name], both distributed like it
+#                   mesh; the parameter's .grad; and its slots, optimizer.slots[slot][name]
 #
 # All state is in one Optimizer object, so clipping, skipping, statistics and checkpoints work the
-# same for every class. It is not a torch.optim.Optimizer, whose state_dict identifies parameters by
-# number: a checkpoint identifies them by name.
+# same for every class. It is not a torch.optim.Optimizer, because that state_dict identifies
+# parameters by number, and our checkpoints identify them by name.
 #
-# A slot starts at zero. It either has the shape and distribution of its parameter or is a number,
-# shape (); it is a number for all parameters that have the slot, or for none. Checkpoints,
-# statistics and the memory estimate learn about slots only from slots(). A skipped update must
-# leave weights and slots unchanged (see `assign_unless`) without a read of `skip` by the host.
+# A slot starts at zero. It has the shape and distribution of its parameter, or it is a number of
+# shape (). A slot is a number for all parameters that have it, or for none. Checkpoints, statistics
+# and the memory estimate learn about slots only from slots(). A skipped update must leave weights
+# and slots unchanged (see `assign_unless`) without the host reading `skip`.
 
 
 class Update(NamedTuple):
@@ -277,9 +277,9 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
     """Orthogonalize at most world_size directions, each on one rank.
 
     `directions` and the result are this rank's parts; direction k is distributed like matrix k. If
-    there are R replicas, replica k % R collects direction k on one of its ranks and splits the
-    result again. Each rank then broadcasts its part to the other replicas. For example, with hsdp
-    on 2 replicas x 2 shards and four directions A to D, where A0 and A1 are the shards of A:
+    there are R replicas, replica k % R collects direction k on one of its ranks, which returns to
+    each of its ranks their part of the result. Each rank then broadcasts its part to the other
+    replicas. For example, 2 replicas x 2 shards and directions A to D, whose shards are A0, A1 ...:
 
         rank                             0             1             2             3
         directions                  A0 B0 C0 D0   A1 B1 C1 D1   A0 B0 C0 D0   A1 B1 C1 D1
@@ -291,7 +291,7 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
     across, within = groups_of(matrices[0])
     replica, replicas = (across.rank(), across.size()) if across else (0, 1)
     rank, size = (within.rank(), within.size()) if within else (0, 1)
-    ranks = world_size // replicas  # in one replica: `size`, or fewer if the group is the world
+    ranks = world_size // replicas  # per replica; equals `size` unless the group is the world
     start = rank - rank % ranks  # the replica's first rank in the group
     own = slice(replica, None, replicas)  # what this replica orthogonalizes, one matrix per rank
     owners = slice(start, start + len(matrices[own]))
@@ -310,7 +310,7 @@ def orthogonalize_turn(matrices: list, directions: list, world_size: int) -> lis
 
     parts = [direction.new_empty(direction.shape) for direction in directions]
     parts[own] = all_to_all(collected, like=sent, group=within)[owners]
-    # One broadcast at a time: with gloo, two in flight corrupt the heap.
+    # One broadcast at a time: two in flight corrupted the heap with gloo.
     for k, part in enumerate(parts):
         if replicas > 1 and part.numel() > 0:
             torch.distributed.broadcast(part, group=across, group_src=k % replicas)
@@ -363,7 +363,7 @@ def chunk(x: Tensor, placement: Placement, i: int, size: int) -> Tensor:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximate U V^T for a matrix U S V^T in five Newton-Schulz steps: S becomes 0.7 to 1.2.
+    """Approximate U V^T for a matrix U S V^T in five Newton-Schulz steps; S is then 0.7 to 1.2.
 
     With the coefficients of Jordan et al., singular values near 0 grow by a factor of 3.4 per step.
     """
@@ -457,10 +457,9 @@ class Optimizer:
         self.no_slot = torch.full((1,), math.nan, device=device)
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         self.skipped_steps = torch.zeros((), device=device)
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this update
-
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this one
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
-        """Create all slots, so that lack of memory shows early and a checkpoint loads in place."""
+        """Create all slots now: a lack of memory shows early, and checkpoints load in place."""
         shapes: dict[str, dict[str, torch.Size]] = {}  # slot -> parameter -> shape
         for name, parameter in self.parameters.items():
             for slot, shape in updaters[name].slots(parameter.shape).items():
@@ -480,10 +479,10 @@ class Optimizer:
     def step(self, step: int, lr: float, measure: bool = False) -> dict:
         """Update the weights from their gradients, then free or zero the gradients.
 
-        `step` is counted from 1; `lr` is its learning rate. Returns lr, and as 0-d tensors on the
-        device grad_norm (of the full gradient before clipping) and the integers clipped (1 if any
-        gradient was clipped), skipped_steps (so far) and skipped_in_a_row (up to this update). With
-        `measure`, "parameters" is a ParameterTable; sharded weights need one more collective then.
+        `step` is counted from 1; `lr` is the step's learning rate. Returns a dict with lr and, as
+        0-d tensors on the device, grad_norm (of the full gradient before clipping) and integers:
+        clipped (1 if any gradient was), skipped_steps (so far) and skipped_in_a_row. `measure` adds
+        "parameters", a ParameterTable, with one more collective if weights are sharded.
         """
         gradients = self.local_gradients()
         (squared_norms,) = self.all_reduce_squares(gradients)  # (n,)
@@ -524,7 +523,7 @@ class Optimizer:
         for parameter in self.parameters.values():
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-                # Under tp without FSDP, each rank has only a partial sum of a norm's gradient.
+                # Under tp without FSDP, each rank has a partial sum of a norm weight's gradient.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
             gradients.append(self.empty_grad if grad is None else local(parameter.grad))
         return gradients
@@ -537,7 +536,7 @@ class Optimizer:
 
         If a parameter is split into s shards, world_size / s ranks hold each element, so a sum over
         all ranks counts it world_size / s times (its overcount). Each rank divides by this first.
-        For example, with 4 ranks, a tensor in 2 shards with squares 6 and 10, and an unsplit one:
+        For example, on 4 ranks, a tensor in 2 shards (squares 6 and 10) and an unsplit one (8):
 
             rank                        0     1     2     3
             squares of the first        6    10     6    10
@@ -548,8 +547,8 @@ class Optimizer:
         parts = list(itertools.chain(*lists))
         dtype = None
         if self.settings.device == "cpu":
-            # By row, then over the rows in float64: on a CPU, torch adds a tensor's squares one by
-            # one in float32, and the norm of 50,000 x 768 normal numbers would be 0.3% too small.
+            # Reduce each row, then the rows in float64. On a CPU torch adds a tensor's squares one
+            # by one in float32: the norm of 50,000 x 768 normal numbers would be 0.3% too small.
             parts = [torch.linalg.vector_norm(part, dim=-1) for part in parts]
             dtype = torch.float64
         norms = torch.stack(torch._foreach_norm(parts, dtype=dtype)).float()
@@ -587,5 +586,5 @@ class Optimizer:
             "skipped_steps": self.skipped_steps,
             "norm_average": self.norm_average,
             **self.slots,
-            **self.numbers,  # these replace their views, which are in self.slots
+            **self.numbers,  # these replace the views of them in self.slots
         }

@@ -122,15 +122,15 @@ def train(
 ) -> int:
     """Build and load the model, then train, evaluate and save; return the exit status.
 
-    `notes` are printed at the start. `after_load`, for tools.check, is called with the state before
-    the ranks compare their weights.
+    `notes` are printed at the start. `after_load` (for tools.check) is called with the state,
+    before the ranks compare their weights.
 
     In a step the host queues work and does not wait for the device. Batches are copied from pinned
-    memory, device tensors decide on clipping and skipping (optim.Optimizer), ranks agree to stop
-    through CPU tensors one step late (StopRequest), and log rows are copied asynchronously
-    (metrics.Log). An .item(), a print or an `if` on a device tensor would make the host wait. It
-    waits only for an evaluation, a save, the end of the run, a row of optim.jsonl, a host that is
-    more than a step behind and, with --log_interval 1, the previous log row.
+    memory, gradients are clipped and updates skipped by tensors on the device (optim.Optimizer),
+    ranks agree on a stop one step late, through CPU tensors (StopRequest), and log rows are copied
+    asynchronously (metrics.Log). An .item(), a print or an `if` on a device tensor would make the
+    host wait. It waits only for an evaluation, a save, the end of the run, statistics for
+    optim.jsonl, another host more than a step behind and, with --log_interval 1, the previous row.
     """
     started = datetime.now().astimezone()
     if origin.step >= run.max_steps:
@@ -154,7 +154,7 @@ def train(
         )
     )
     with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
-        # A rank without sequences evaluates sequence 0 with weight 0: a forward is collective.
+        # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
         val_batches = [(len(indices), val_data[indices or [0]]) for indices in val_indices]
     first_indices = val_indices
     if not run.eval_only:
@@ -173,7 +173,7 @@ def train(
     out = Path(run.out)
     if world.rank == 0:
         run_folder.record_start(out, run.manifest, world, origin.step, started)
-    stop_request = agreement.StopRequest(world, handle_signals)  # signals end it after a step
+    stop_request = agreement.StopRequest(world, handle_signals)  # signals end the run after a step
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)
@@ -259,8 +259,8 @@ class State:
     step: int  # the last finished step, or the one in progress
     model: Transformer
     optimizer: optim.Optimizer | None  # None with --eval_only
-    # This rank's shards: checkpoints are saved from them and loaded into them. Collected before the
-    # first forward, since after an evaluation the parameters of FSDP's root are full weights.
+    # This rank's shards, which checkpoints save and load. They are collected before the first
+    # forward, because after an evaluation the parameters of FSDP's root are full weights.
     tensors: dict
 
 
@@ -287,7 +287,7 @@ def build(
 
 
 def load(state: State, origin: Origin, mesh: dist.DeviceMesh, watchdog: Watchdog) -> None:
-    """Load the checkpoint that this run starts from, if any, or only its weights."""
+    """Load this run's starting checkpoint, if any; with --init_from or --eval_only, its weights."""
     if origin.path:
         weights = {"model": state.tensors["model"]}
         tensors = weights if origin.only_weights else state.tensors
@@ -333,9 +333,9 @@ def check_ranks_agree(
 
 
 class MicroBatches:
-    """An iterator over this rank's micro-batches (B, T + 1) on its device, after `start_step`.
+    """An iterator over this rank's micro-batches (B, T + 1), on its device, from start_step + 1 on.
 
-    Their order depends only on (seed, step). `waited` is the seconds spent waiting for them so far.
+    Their order depends only on (seed, step). `waited` counts the seconds spent waiting for them.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class MicroBatches:
         return tokens
 
     def take_waits(self) -> dict[str, metrics.Column]:
-        """Log columns: the most and the fewest seconds that a rank waited since the last call."""
+        """Return log columns: seconds waited since the last call, max and min over ranks."""
         waited, self.waited_before = self.waited - self.waited_before, self.waited
         return {"data_wait": metrics.Maximum(waited), "data_wait_min": metrics.Minimum(waited)}
 
@@ -458,7 +458,7 @@ def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) 
 
 def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
     """Whether the last loss and all weights are finite, on all ranks."""
-    # A sum is not finite if one element is not. isfinite() of all takes 20 times as long on a CPU.
+    # A sum is not finite if an element is not. isfinite() on every element is 20x slower on a CPU.
     sums = [optim.local(weight).sum() for weight in weights.values()]
     finite = torch.stack(sums).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
@@ -472,8 +472,8 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
     log.say(line)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's report on each host shows it once
         cli.write_root_cause(line)
-    # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. torchrun --max-restarts would
-    # restart it at once: return 0 instead.
+    # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. With --max-restarts, torchrun
+    # would restart a failed run at once: then return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     return 0 if will_restart else os.EX_TEMPFAIL
 
