@@ -458,6 +458,7 @@ class Optimizer:
         self.norm_average = torch.zeros(len(self.parameters), device=device)  # for clip_adaptive
         self.skipped_steps = torch.zeros((), device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this one
+
     def allocate_slots(self, updaters: dict[str, type], device: torch.device) -> None:
         """Create all slots now: a lack of memory shows early, and checkpoints load in place."""
         shapes: dict[str, dict[str, torch.Size]] = {}  # slot -> parameter -> shape
