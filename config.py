@@ -30,7 +30,7 @@ def parse_wrap(text: str) -> str:
 
 
 def blocks_per_unit(wrap: str) -> int | None:
-    """Return the number of blocks per FSDP unit for a --wrap other than auto; None: all blocks."""
+    """Return the number of blocks per FSDP unit, or None for all. `wrap` is not "auto"."""
     match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -74,8 +74,8 @@ def flag(
 
     never           the start is refused: it would be a different run
     refused         the start is refused without --allow_changes: results would change
-    allowed         the change is printed. layout.resolve computes defaults None and "auto" in each
-                    start. Model and data are compared separately, by their fields and fingerprint.
+    allowed         the change is printed. Each start computes defaults of None and "auto" again
+                    (layout.resolve). Model and data are compared by their fields and fingerprint.
     not compared    nothing: the flag applies to one start, and later starts do not take it over
     """
     metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
@@ -93,7 +93,7 @@ class Config:
 
     A field with the same name as a field of ModelConfig overrides that field unless it is None.
     Continuing a run with a changed value is refused unless the field is `free` or `once`.
-    layout.resolve replaces the defaults None and "auto" by values.
+    layout.resolve replaces defaults of None or "auto" with computed values.
     """
 
     data: str = free("basics", BUILTIN, "token folder, or DIR:SHARE,...", metavar="DIR")
@@ -113,7 +113,7 @@ class Config:
     seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
-        "basics", "auto", "auto: ddp if everything fits on a device, else fsdp; hsdp across hosts"
+        "basics", "auto", "auto: ddp if it fits on one device, else fsdp, or hsdp on several hosts"
     )
     dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", ge=1)
     dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: all of a host)", ge=1)
@@ -126,10 +126,10 @@ class Config:
         parse=parse_wrap,
     )
     reshard_after_forward: bool = free(
-        "mesh", True, "free gathered weights after forward, gather them again; false: SHARD_GRAD_OP"
+        "mesh", True, "free weights after forward and regather in backward; false: SHARD_GRAD_OP"
     )
     grad_sync: Literal["batch", "micro_batch", "shard"] = free(
-        "mesh", "batch", "when gradients are averaged; shard: between hsdp replicas once per step"
+        "mesh", "batch", "when to average gradients; shard: across hsdp replicas only once per step"
     )
 
     # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
@@ -146,7 +146,7 @@ class Config:
 
     max_steps: int = free("basics", 700, "optimizer steps of the run", ge=1)
     lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate one step after the last", ge=0)
+    min_lr: float = flag("optimizer", 0.0, "learning rate at step max_steps + 1", ge=0)
     warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
     schedule: Literal[tuple(optim.SCHEDULES)] = flag(
         "optimizer", "linear", "decay to min_lr; wsd: only in the last fifth of steps after warm-up"
@@ -208,7 +208,7 @@ class Config:
     timeout: float = once(
         "stops",
         120.0,
-        "end the run after X seconds without progress; 10 times as many to start or save",
+        "end the run after X seconds without progress; 10 times as long to start or save",
         ge=1,
         lt=1e9,
     )
@@ -228,8 +228,8 @@ DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
 POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
 # The flags of the mesh go together: if one is typed, none is taken over from an earlier start.
 MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
-# Flags that a later start does not take over unless they were typed: those that apply to one
-# start, and those whose default is computed for the ranks of each start
+# Flags whose value a later start does not take over: those that apply to one start, and those whose
+# default is computed in each start (unless they were typed)
 PER_START = {
     f.name
     for f in dataclasses.fields(Config)
@@ -285,7 +285,7 @@ def parse(argv: list[str]) -> dict:
 def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
     """Return {flag: value}; flags in `argv` override those of a --config file. Raises UsageError.
 
-    `parser` has at least the flags of `build_parser`, which have no defaults in the parser.
+    `parser` has at least the flags of `build_parser`; those have no argparse defaults.
     """
     given = parser.parse_known_args(argv)[0]
     if given.config:
@@ -306,7 +306,7 @@ def default_out(flags: dict) -> str:
 
 
 def flag_value(flags: dict, name: str):
-    """Return the value of a flag as typed, else its default. A run to continue is not read."""
+    """Return the flag as typed or in --config, else its default in Config."""
     return flags.get(name, getattr(Config, name))
 
 
@@ -378,7 +378,7 @@ def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
     try:
         values = json.loads(Path(file).read_text("utf-8-sig"))
         if not isinstance(values, dict) or "config" in values:
-            raise UsageError("it is not a JSON object of flags other than --config")
+            raise UsageError("it must be a JSON object of flags, without config")
         flags = []
         for name, value in values.items():
             if value is not None and name not in left_out:

@@ -1,5 +1,4 @@
-"""Read documents from text, JSON, CSV and parquet files, compressed or not, in sorted order.
-
+"""Read documents from text, JSON, CSV and parquet files; text, JSON and CSV may be compressed.
 Skipped and replaced text is counted. A file that cannot be read is an error.
 """
 
@@ -57,7 +56,7 @@ def unreadable(path: str | Path, error: Exception) -> SourceError:
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Turn any error of reading a file into a SourceError. pyarrow raises ValueErrors."""
+    """Turn errors in reading a file into SourceErrors (pyarrow's include ValueErrors)."""
     try:
         yield
     except SourceError:
@@ -66,9 +65,9 @@ def source_errors(path: Path) -> Iterator[None]:
         raise unreadable(path, error) from None
 
 
-# Files that are skipped in a folder -> the error if one is given directly as --source
+# Kinds of files that are skipped in a folder -> the error if such a file is given as --source
 REFUSED = {
-    "special file": "is neither a file nor a folder; --source - reads a pipe",
+    "special file": "is neither a regular file nor a folder: to read a pipe, use --source -",
     "binary file": f"is binary (a NUL byte in its first {PROBE:,} bytes): leave it out; only "
     "--tokenizer bytes reads binary files",
 }
@@ -87,7 +86,7 @@ class NoField(SourceError):
 
 
 def builtin_sources() -> list[Path]:
-    """List the sources and documentation of the installed Python: about 12 MB, no download."""
+    """List the code and text files of the installed standard library: about 12 MB, no download."""
     suffixes = (".py", ".txt", ".html", ".rst")
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
@@ -98,9 +97,9 @@ def builtin_sources() -> list[Path]:
 
 
 def expand(source: str) -> list[Path]:
-    """List the files in a folder or glob, and follow links to folders. Raises SourceError."""
+    """List the files in a folder, or that match a glob, following links. Raises SourceError."""
 
-    def fail(error: OSError) -> None:  # os.walk would skip unreadable folders
+    def fail(error: OSError) -> None:  # without this, os.walk skips unreadable folders
         raise unreadable(error.filename, error)
 
     matches = [source] if os.path.isdir(source) else glob.glob(source, recursive=True)
@@ -120,7 +119,7 @@ def expand(source: str) -> list[Path]:
                 subfolders.clear()
                 continue
             walked.add(real_folder)
-            subfolders.sort()  # so that all machines choose the same of two paths
+            subfolders.sort()  # if two paths lead to a folder, every machine keeps the same one
             for name in names:
                 found.setdefault((real_folder, name), Path(folder, name))
     return sorted(found.values())
@@ -130,16 +129,16 @@ def expand(source: str) -> list[Path]:
 class Corpus:
     """The files to read, in order, and what was skipped or replaced."""
 
-    text_field: str = "text"  # of JSON lines and parquet rows
-    takes_binary: bool = False  # also keep bytes that are not UTF-8, as surrogates
+    text_field: str = "text"  # of JSON, CSV and parquet rows
+    takes_binary: bool = False  # accept binary files; keep non-UTF-8 bytes of text as surrogates
     files: list[Path] = field(default_factory=list)
-    size: int = 0  # bytes of `files` without standard input
+    size: int = 0  # total bytes of `files`, not counting standard input
     skipped: Counter[str] = field(default_factory=Counter)
     first_broken: str = ""  # "FILE, line N: REASON"
-    binary: int = 0  # files read although they are binary
+    binary: int = 0  # binary files among those read
     replaced: int = 0  # characters
     first_replaced: Path | None = None
-    position: int = 0  # bytes of `files` read so far
+    position: int = 0  # bytes of `files` read so far, as stored on disk
 
     def read(self) -> Iterator["Chunk"]:
         """Yield the documents of all files, in chunks. Raises SourceError."""
@@ -212,13 +211,13 @@ def find_files(sources: list[str] | None, takes_binary: bool, text_field: str = 
 
 
 def classify(path: Path, text_field: str) -> str:
-    """Return a file's kind: see `detect`; or "special file". Raises SourceError and NoField."""
+    """Return a file's kind, see `detect`, or "special file". Raises SourceError, also NoField."""
     with source_errors(path):
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe, a socket or a device
             return "special file"
         with open(path, "rb") as file:
             kind, contents = detect(path, file)
-            if kind in ROWS:  # raises NoField if the first row lacks the field
+            if kind in ROWS:  # raises NoField if the first object lacks the field
                 next(read_rows(Corpus(text_field), path, kind, contents), None)
             return kind
 
@@ -227,13 +226,13 @@ def classify(path: Path, text_field: str) -> str:
 # Bytes of a file, decompressed
 
 
-# The first bytes of compressed files -> the function that opens them
+# Regular expression for a compressed file's first bytes -> the function that opens the file
 COMPRESSED = {
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
     rb"\xfd7zXZ\0": lzma.open,
 }
-# Suffix of a file name without .gz, .bz2 or .xz -> key of ROWS
+# Suffix of a file's name, after .gz, .bz2 or .xz is removed -> key of ROWS
 SUFFIXES = {".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON lines")
 
@@ -241,10 +240,10 @@ SUFFIXES |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON lines")
 def detect(path: Path, file: BinaryIO) -> tuple[str, TextIO | BinaryIO]:
     """Return a file's kind and its contents: decompressed and, except for parquet, as text.
 
-    The kind is a key of ROWS, "text", "empty file" or "binary file". The first bytes
-    identify compressed files and parquet, whatever their names; so does the suffix .parquet.
+    The kind is a key of ROWS, "text", "empty file" or "binary file". Compressed files are
+    identified by their first bytes, parquet files by their first bytes or the suffix .parquet.
     """
-    # A BufferedReader, unlike a pipe, fills each read except the last, so peek() sees enough.
+    # One read of a pipe may be short. A BufferedReader fills its buffer: peek() sees enough.
     contents = io.BufferedReader(file, BLOCK)
     magic = contents.peek(16)
     if magic.startswith(b"PAR1") or (magic and path.name.lower().endswith(".parquet")):
@@ -286,7 +285,7 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
         return
     if kind == "binary file":
         corpus.binary += 1
-        if not corpus.takes_binary:  # on standard input, or changed since `classify`
+        if not corpus.takes_binary:  # a binary stdin, or a file that changed after `classify`
             raise SourceError(f"--source {path} {REFUSED[kind]}")
     if kind == "empty file":
         corpus.skipped[kind] += 1
@@ -343,7 +342,7 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
         if name not in row and is_first:
             raise NoField(path, name, row)
         is_first = False
-        if any(row.get(None, ())):  # in CSV: a comma in unquoted text
+        if any(row.get(None, ())):  # for example, a comma in unquoted CSV text
             corpus.skip_line(place, "more fields than columns")
             continue
         text = row.get(name, NO_TEXT)
@@ -356,12 +355,12 @@ def read_rows(corpus: Corpus, path: Path, kind: str, file: TextIO | BinaryIO) ->
 
 
 BLANK = object()  # the row of a blank line
-NO_TEXT = object()  # the text of a row without the field; null is an empty text
+NO_TEXT = object()  # the text of a row without the field, unlike null, which is an empty text
 JSON = json.JSONDecoder(parse_int=float)  # int() refuses more than 4,300 digits
 
 
 def parse_line(line: str) -> object:
-    """The value of a line: BLANK for a blank line, None for a broken line."""
+    """Return a line's value: BLANK for a blank line, None for a broken line."""
     with suppress(ValueError, RecursionError):
         return BLANK if line.isspace() else JSON.decode(line)
 
@@ -386,7 +385,7 @@ def read_parquet(path: Path, file: BinaryIO, name: str) -> Iterator[dict]:
     Without pre-buffering and with small buffers, memory stays flat for row groups of any size.
     """
     if not file.seekable():
-        raise SourceError("--source -: parquet cannot be read from a pipe: name a file")
+        raise SourceError("--source - cannot read parquet from a pipe: give the path of a file")
     try:
         from pyarrow import parquet
     except ImportError:
