@@ -314,7 +314,7 @@ def test_parquet_without_text_is_refused_or_skipped(tmp_path):
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SourceError, match="a.parquet cannot be read"):
         find_files([str(tmp_path)], takes_binary=False)
-    with standard_input(whole), pytest.raises(SourceError, match="parquet cannot be read from a"):
+    with standard_input(whole), pytest.raises(SourceError, match="cannot read parquet from a pipe"):
         documents("-")
 
 
