@@ -26,9 +26,9 @@ from runtime.cli import plural
 
 # Separates the documents of a text file.
 SEPARATOR = "<|endoftext|>"
-# Characters read and encoded at a time, so that memory stays flat for a document of any size. A
-# chunk has at most 2 * CHUNK characters, since tiktoken's regular expressions overflow their stack
-# on about a million white-space characters in a row.
+# Characters read at a time, so that memory stays flat for a document of any size. A chunk has at
+# most about 3 * CHUNK characters (see `cut`): on about a million white-space characters in a row,
+# tiktoken's regular expressions overflow their stack.
 CHUNK = 1 << 18
 # GPT-2's pattern always splits text between a letter or digit and a space or line break, so a cut
 # there does not change the tokens.
