@@ -79,6 +79,9 @@ class Sampling:
     seed: int = 0
 
 
+CUDA_CONTEXT_MULTIPLE = 128  # tokens: see `generate`
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -99,10 +102,14 @@ def generate(
     """
     tokens = list(prompt)
     generator = torch.Generator().manual_seed(sampling.seed)
+    # cuDNN builds a plan for each new shape, which takes about half a second: the context may not
+    # grow by one token at a time. On CPUs, which need no plans, padding would change the rounding.
+    is_cuda = torch.device(device).type == "cuda"
+    multiple = math.lcm(tp, CUDA_CONTEXT_MULTIPLE) if is_cuda else tp
     with eval_mode(model):
         for _ in range(n):
             context = tokens[-seq_len:]
-            padding = [0] * (-len(context) % tp)  # at the end, since attention is causal
+            padding = [0] * (-len(context) % multiple)  # at the end, since attention is causal
             logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
             logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
             if not logits.isfinite().all():

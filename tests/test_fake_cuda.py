@@ -6,6 +6,7 @@ their operands. The groups are those of make_mesh.
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 import shutil
@@ -20,6 +21,8 @@ from conftest import Pool, flags
 from test_dist import place_on_mesh
 
 import train
+from model import SIZES, ModelConfig, Transformer
+from sample import Sampling, generate
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,6 +134,42 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
             found = {tuple(what): n for (part, *what), n in crossings.items() if part == "loop"}
             assert found == in_loop
             assert {tuple(what) for part, *what in crossings if part != "loop"} <= allowed
+
+
+def attention_shapes(config: ModelConfig, prompt: int, n: int, tp: int) -> set[tuple[int, ...]]:
+    """Sample n tokens after a prompt on a GPU; return the shapes of attention's input."""
+    fake_cuda.install()
+    fakes = fake_cuda.Fakes()
+    shapes = set()
+
+    def see(attention, inputs) -> None:
+        shapes.add(tuple(inputs[0].shape))
+
+    with fakes, fake_cuda.Gpu(fakes):
+        with torch.device("cuda"):
+            model = Transformer(config)
+        for block in model.blocks:
+            block.attention.register_forward_pre_hook(see)
+        size = {"seq_len": config.seq_len, "vocab_size": config.vocab_size}
+        tokens = generate(model, [0] * prompt, n, Sampling(), **size, device="cuda", tp=tp)
+        assert len(list(tokens)) == n
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "seq_len, tp, lengths",
+    [
+        (128, 1, [128]),  # tiny
+        (1024, 1, [256, 384, 512]),  # gpt2-124m
+        (1024, 3, [384, 768]),  # 128 is no multiple of tp
+        (70, 1, [128]),  # longer than the model's context
+    ],
+)
+def test_a_sample_needs_few_plans_of_attention(gpus, seq_len, tp, lengths):
+    """Each new shape costs cuDNN about half a second."""
+    config = dataclasses.replace(SIZES["tiny"], seq_len=seq_len)
+    (shapes,) = gpus(1, attention_shapes, config, seq_len // 4, 256, tp)
+    assert shapes == {(1, length, 128) for length in lengths}
 
 
 def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
