@@ -211,8 +211,11 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
     cos, sin = rope  # (T, d_head) each
     others = x.roll(x.size(-1) // 2, dims=-1)  # the other element of each pair
-    # A sum has the memory layout of its first operand, and `others` is contiguous while x is not.
-    return (others * sin + x * cos).to(x.dtype)
+    # A sum has the memory layout of its first operand: `others` is contiguous, while x is (B, T, H,
+    # d_head) in memory. Attention on a GPU returns the layout of q, so with x's layout it joins the
+    # heads without a copy. The written-out attention on a CPU is faster with contiguous operands.
+    first, second = (x * cos, others * sin) if is_gpu(x) else (others * sin, x * cos)
+    return (first + second).to(x.dtype)
 
 
 CPU_KERNEL_ABOVE = 512  # tokens; up to this length, written-out attention is faster on a CPU

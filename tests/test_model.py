@@ -23,8 +23,10 @@ from model import (
     ModelConfig,
     RopeScaling,
     Transformer,
+    apply_rope,
     causal_attention,
     is_gpu,
+    rope_table,
     scale_frequencies,
 )
 from runtime.cli import RunError
@@ -184,6 +186,28 @@ def test_float32_attention_on_a_gpu_repeats_k_and_v(monkeypatch, dtype, heads):
     torch.testing.assert_close(y, expected)
     assert [x.size(1) for x in kernel.call_args.args] == [4, heads, heads]
     assert kernel.call_args.kwargs["enable_gqa"] == (heads < 4)
+
+
+@pytest.mark.parametrize("kernel", ["_cudnn", "_flash"])
+def test_attention_on_a_gpu_joins_its_heads_without_a_copy(kernel):
+    """Both kernels return the layout of q: the heads of a token stay side by side in memory."""
+    q, k, v = torch.empty(3, 2, 16, 4, 8, device="meta", dtype=torch.bfloat16).transpose(2, 3)
+    q = apply_rope(q, rope_table(SMALL, 16, "meta"))
+    options = [None, True] if kernel == "_cudnn" else []  # no bias, keep what backward needs
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product{kernel}_attention")
+    y = attention(q, k, v, *options, 0.0, True)[0]
+    assert y.shape == (2, 4, 16, 8)
+    assert y.transpose(1, 2).is_contiguous()
+
+
+def test_rope_has_the_same_bits_in_both_layouts():
+    x = torch.randn(2, 16, 4, 8).transpose(1, 2)
+    rope = rope_table(SMALL, 16, "cpu")
+    rotated = apply_rope(x, rope)
+    with AsOnGpu():
+        as_on_gpu = apply_rope(x, rope)
+    assert (rotated.is_contiguous(), as_on_gpu.is_contiguous()) == (True, False)
+    assert rotated.equal(as_on_gpu)
 
 
 def test_bfloat16_compute_keeps_gradients_in_float32():
