@@ -56,7 +56,7 @@ def start(
     """
     rank, size, local_rank, local_size = read_variables()
     local_device = find_device(device, local_rank, local_size)
-    prepare_process(local_device, timeout)
+    prepare_process(local_device)
     join_timeout = join_timeout or timeout
     try:
         store = find_store(join_timeout)
@@ -108,8 +108,8 @@ def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def prepare_process(device: torch.device, timeout: timedelta) -> None:
-    """Set limits and variables of this process before it joins a group with this `timeout`."""
+def prepare_process(device: torch.device) -> None:
+    """Set limits and variables of this process before it joins a group."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
     if is_launched and sys.platform == "linux":  # a rank may outlive a shell that started it
         # PR_SET_PDEATHSIG: Linux kills this rank when torchrun or srun, which started it, dies.
@@ -122,18 +122,12 @@ def prepare_process(device: torch.device, timeout: timedelta) -> None:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS rejects its own hard limit, which is infinite
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    if device.type == "cuda":  # the Watchdog ends ranks when NCCL fails
-        os.environ |= {
-            # NCCL's watchdog would end a rank before ours knows which rank failed; 0: it only logs.
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            # Its monitor would end all ranks by a key in the store, also in the next attempt.
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-            # A CUDA error would call std::terminate on NCCL's thread before Python can raise it.
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        }
-        # The monitor keeps one task, which needs no GIL: to end a process that hangs in CUDA.
-        seconds = str(int(timeout.total_seconds()))
-        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", seconds)
+    # NCCL's own error handling keeps torch's defaults, as a second safety net beside the Watchdog.
+    # But a request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
+    # would find it again after a restart, and end the new and healthy attempt.
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if device.type == "cuda" and may_restart:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def find_store(timeout: timedelta) -> torch.distributed.Store:

@@ -7,7 +7,7 @@ What happens when rank 3 is killed in step 41:
 2. A few of the ranks that notice this read all heartbeats (`abort_if_confirmed`). The first rank to
    announce the failure prints who died after which step, for torchrun too (`cli.report_error`).
 3. Every rank ends, even if its main thread hangs: with status 1, or 0 if its run is complete
-   (`abort`). NCCL would do so earlier; `runtime.launch.prepare_process` makes it only log.
+   (`abort`). On GPUs, NCCL's error handling may end a rank first, with a line of its own.
 4. `torchrun --max-restarts` or Slurm starts all ranks again, from the latest valid checkpoint.
 
 A rank whose own code fails prints its error (`cli.execute`); the other ranks then find it silent.

@@ -22,6 +22,7 @@ from test_dist import place_on_mesh
 
 import train
 from model import SIZES, ModelConfig, Transformer
+from runtime import launch
 from sample import Sampling, generate
 
 pytestmark = [
@@ -170,6 +171,33 @@ def test_a_sample_needs_few_plans_of_attention(gpus, seq_len, tp, lengths):
     config = dataclasses.replace(SIZES["tiny"], seq_len=seq_len)
     (shapes,) = gpus(1, attention_shapes, config, seq_len // 4, 256, tp)
     assert shapes == {(1, length, 128) for length in lengths}
+
+
+def nccl_variables(before: dict[str, str]) -> dict[str, str]:
+    """Start on a GPU with these variables; return those of NCCL's error handling."""
+    fake_cuda.install()
+    with mock.patch.dict(os.environ, before):
+        launch.start("cuda")
+        return {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
+
+
+DUMP, RESTARTS = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCHELASTIC_MAX_RESTARTS"
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({}, {}),
+        ({RESTARTS: "0"}, {}),
+        ({RESTARTS: "1"}, {DUMP: "0"}),
+        ({RESTARTS: "3", DUMP: "1"}, {DUMP: "1"}),
+    ],
+)
+def test_nccl_keeps_the_error_handling_of_torch_and_the_user(gpus, before, after):
+    """Except that no request to dump may be left in the store of torchrun, which may restart."""
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert gpus(1, nccl_variables, before) == [after]
+    assert gpus(1, nccl_variables, before | own) == [after | own]
 
 
 def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
