@@ -274,9 +274,11 @@ def shard(
             unit[0].set_unshard_in_backward(False)  # backward needs the indices, not the weight
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # Gather the weights of the next unit while this one computes. FSDP does this by itself in
-    # backward, and in forward on a GPU, where the host runs ahead. CPUs need this call.
-    for unit, next_unit in itertools.pairwise(units):
-        unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
+    # backward and, on a GPU, whose host runs ahead, in forward, where this call would only make it
+    # hold one more unit.
+    if mesh.device_type == "cpu":
+        for unit, next_unit in itertools.pairwise(units):
+            unit[-1].set_modules_to_forward_prefetch([next_unit[0]])
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import fake_cuda
 import pytest
 import torch
 from conftest import Pool, flags
-from test_dist import place_on_mesh
+from test_dist import order_of_forward, place_on_mesh
 
 import train
 from model import SIZES, ModelConfig, Transformer
@@ -198,6 +198,18 @@ def test_nccl_keeps_the_error_handling_of_torch_and_the_user(gpus, before, after
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     assert gpus(1, nccl_variables, before) == [after]
     assert gpus(1, nccl_variables, before | own) == [after | own]
+
+
+def order_on_gpus() -> list[str]:
+    fake_cuda.install()
+    fakes = fake_cuda.Fakes()
+    with fakes, fake_cuda.Gpu(fakes):
+        return order_of_forward("cuda")
+
+
+def test_a_gpu_holds_the_weights_of_one_unit_in_forward(gpus):
+    """The host runs ahead, so the GPU gathers the next unit while it computes."""
+    assert gpus(2, order_on_gpus) == [3 * ["gather", "multiply"]] * 2
 
 
 def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
