@@ -51,6 +51,11 @@ class World:
     device: torch.device
     timeout: timedelta  # of collectives
     store: torch.distributed.Store  # a second connection to the store of the rendezvous
+    backend: str | None = None  # of collectives on the device: see `start`
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.device.type == "cuda" and self.backend != "gloo"
 
 
 # tp is last, so that its ranks, which communicate most, are neighbours on a host. To add an axis,
@@ -92,18 +97,17 @@ def mesh_shape(
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     """Create the mesh over all ranks; collectives on every axis have the world's timeout."""
     ranks = torch.arange(world.size).view(shape)
-    is_cuda = world.device.type == "cuda"
     # For NCCL, create one group and split it per axis. init_device_mesh would split the default
     # group, and also create a gloo group per axis, with a timeout of 30 minutes. Before torch 2.11,
     # split_group could mix up large groups: it identified them by hashes, which may collide.
     groups = []
-    if is_cuda:
+    if world.uses_nccl:
         nccl_group = torch.distributed.new_group(backend="nccl", timeout=world.timeout)
     for axis, name in enumerate(AXES):
         # One group for each line of ranks along the axis; each rank keeps its own.
         lines = ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
         options = {"timeout": world.timeout, "group_desc": name}
-        if is_cuda:
+        if world.uses_nccl:
             local_group = torch.distributed.split_group(nccl_group, lines, **options)
         else:
             local_group, _ = torch.distributed.new_subgroups_by_enumeration(lines, **options)
@@ -118,8 +122,15 @@ def dp_rank(mesh: DeviceMesh) -> int:
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
 
 
-def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
+def start(
+    device: str = "cpu",
+    timeout: timedelta = torch.distributed.default_pg_timeout,
+    backend: str | None = None,
+) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
+
+    device      "cpu", "cuda" for the GPU of this local rank, or one GPU, such as "cuda:0"
+    backend     "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for these
 
     train.py calls runtime.launch.start, which also reports why ranks cannot connect.
     """
@@ -129,8 +140,8 @@ def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg
         store, rank, size = torch.distributed.HashStore(), 0, 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    place = torch.device(device, local_rank if device == "cuda" else None)
-    world = World(rank, size, local_rank, local_size, place, timeout, store.clone())
+    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    world = World(rank, size, local_rank, local_size, place, timeout, store.clone(), backend)
     join_group(world, store)
     return world
 
@@ -138,18 +149,17 @@ def start(device: str = "cpu", timeout: timedelta = torch.distributed.default_pg
 def join_group(world: World, store: torch.distributed.Store) -> None:
     """Create torch's default process group of all ranks, which find each other through `store`.
 
-    gloo carries CPU tensors and Python objects, nccl carries CUDA tensors.
+    gloo carries CPU tensors and Python objects, and NCCL carries CUDA tensors.
     """
-    is_cuda = world.device.type == "cuda"
-    if is_cuda:
+    if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if world.uses_nccl else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,
-        device_id=world.device if is_cuda else None,
+        device_id=world.device if world.uses_nccl else None,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from conftest import Pool, flags
 from test_dist import order_of_forward, place_on_mesh
 
+import dist
 import train
 from model import SIZES, ModelConfig, Transformer
 from runtime import launch
@@ -210,6 +211,22 @@ def order_on_gpus() -> list[str]:
 def test_a_gpu_holds_the_weights_of_one_unit_in_forward(gpus):
     """The host runs ahead, so the GPU gathers the next unit while it computes."""
     assert gpus(2, order_on_gpus) == [3 * ["gather", "multiply"]] * 2
+
+
+def backend_on_gpus(device: str, backend: str | None) -> tuple[str, str]:
+    """Return the devices of the mesh and of this rank, and the backends of the process group."""
+    fake_cuda.install()
+    world = dist.start(device, backend=backend)
+    mesh = dist.make_mesh(world, (2, 2, 1))
+    dist.on_all_ranks(int)  # no rank exits while another one is still connecting
+    return f"{mesh.device_type} {world.device}", torch.distributed.get_backend_config()
+
+
+def test_ranks_can_share_a_gpu_through_gloo(gpus):
+    shared = gpus(4, backend_on_gpus, "cuda:0", "gloo")
+    assert shared == [("cuda cuda:0", "cpu:gloo,cuda:gloo")] * 4
+    own = gpus(4, backend_on_gpus, "cuda", None)
+    assert own == [(f"cuda cuda:{rank}", "cpu:gloo,cuda:nccl") for rank in range(4)]
 
 
 def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:

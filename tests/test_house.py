@@ -149,7 +149,7 @@ def test_a_code_line_has_at_most_ten_expressions(name):
 # --------------------------------------------------------------------------------------------------
 # Functions that a reader meets
 
-BEFORE_STEP_1 = 115
+BEFORE_STEP_1 = 116
 IN_A_LOGGED_STEP = 48
 TRACED_STEP = 3
 
