@@ -120,6 +120,7 @@ def install() -> None:
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
         "memory_stats": lambda device=None: {},
+        "max_memory_allocated": lambda: 0,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: None,
         "set_sync_debug_mode": lambda mode: None,

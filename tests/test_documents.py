@@ -29,7 +29,6 @@ COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
 FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
 FLAGS_OF_OTHERS += ["--model_args", "--tasks", "--shutdown-timeout"]
-FLAGS_OF_OTHERS += ["--nanogpt"]  # of examples/first_hour.py
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Names of Hugging Face
 NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
