@@ -299,6 +299,33 @@ def test_the_documented_loop_runs_unchanged(pool):
     assert len(lines) == 5 and "--strategy hsdp --tp 1 --micro_batch_size 32" in lines[0]
 
 
+def figures_of_tables() -> list[tuple[str, str]]:
+    """(figure shown, figure planned) for each plan in a table of the documents."""
+
+    def make_plan(flags: str) -> plan.Plan:
+        return plan.make_plan(*plan.parse(flags.split()))
+
+    found = []
+    reference = (ROOT / "docs/reference.md").read_text()
+    row = r"^\| `([\w-]+\.json)`.*?\| (\d+) \|.*\| ([\d.]+) GB \|$"
+    for name, ranks, shown in re.findall(row, reference, re.M):
+        planned = make_plan(f"--config {ROOT}/configs/{name} --world_size {ranks}")
+        found.append((shown, plan.gigabytes(planned.rehearsal.peak)))
+    page = (ROOT / "docs/plan.md").read_text()
+    (flags,) = re.findall(r"tools\.plan (--model olmo-1b .*) --strategy ddp\n", page)
+    for mesh, shown in re.findall(r"^\| `(--strategy .*?)` \| ([\d,]*\d)", page, re.M):
+        planned = make_plan(f"{flags} {mesh}")
+        found.append((shown, f"{planned.speed.tokens_per_second_per_device:,.0f}"))
+    return found
+
+
+@pytest.mark.slow
+def test_tables_show_the_figures_of_the_planner(pool):
+    (found,) = pool(1, figures_of_tables, timeout=200)
+    assert len(found) == 6
+    assert [shown for shown, _ in found] == [planned for _, planned in found]
+
+
 PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
 SETS = {"fitted": "fitted on", "unseen": "not seen", "further": "further", "blind": "blind"}
 
