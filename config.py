@@ -204,7 +204,9 @@ class Config:
     )
     allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
 
-    dry_run: bool = once("stops", False, "check everything up to the first step; write nothing")
+    dry_run: bool = once(
+        "stops", False, "check everything up to the first step; write nothing to OUT"
+    )
     timeout: float = once(
         "stops",
         120.0,

@@ -4,7 +4,7 @@ python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/*
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 python -m tools.compare --commits HEAD . -- --strategy fsdp
-python -m tools.compare --bisect v0.3 HEAD -- --optimizer muon
+python -m tools.compare --bisect HEAD~20 HEAD -- --optimizer muon
 """
 
 import argparse
