@@ -103,32 +103,34 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
+STAND_INS = {  # for the functions of torch.cuda
+    "_lazy_init": lambda: None,
+    "cudart": lambda: Cudart,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: GPUS,
+    "current_device": torch.accelerator.current_device_index,
+    "set_device": torch.accelerator.set_device_index,
+    "current_stream": torch.accelerator.current_stream,
+    "stream": lambda stream: stream or contextlib.nullcontext(),
+    "Stream": torch.Stream,
+    "Event": torch.Event,
+    "is_current_stream_capturing": lambda: False,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "memory_stats": lambda device=None: {},
+    "max_memory_allocated": lambda: 0,
+    "empty_cache": lambda: None,
+    "synchronize": lambda device=None: None,
+    "set_sync_debug_mode": lambda mode: None,
+    "get_device_name": lambda device=None: Properties.name,
+    "get_device_properties": lambda device=None: Properties,
+    "get_device_capability": lambda device=None: (9, 0),
+}
+
+
 @functools.cache
 def install() -> None:
-    stand_ins = {
-        "_lazy_init": lambda: None,
-        "cudart": lambda: Cudart,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: GPUS,
-        "current_device": torch.accelerator.current_device_index,
-        "set_device": torch.accelerator.set_device_index,
-        "current_stream": torch.accelerator.current_stream,
-        "stream": lambda stream: stream or contextlib.nullcontext(),
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-        "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "memory_stats": lambda device=None: {},
-        "max_memory_allocated": lambda: 0,
-        "empty_cache": lambda: None,
-        "synchronize": lambda device=None: None,
-        "set_sync_debug_mode": lambda mode: None,
-        "get_device_name": lambda device=None: Properties.name,
-        "get_device_properties": lambda device=None: Properties,
-        "get_device_capability": lambda device=None: (9, 0),
-    }
-    for name, stand_in in stand_ins.items():
+    for name, stand_in in STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.cuda.nccl.version = lambda: (2, 29, 3)
     torch.Generator = Generator
