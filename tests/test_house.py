@@ -5,17 +5,12 @@ A leaf can be copied into another project as a single file.
 
 import ast
 import functools
-import inspect
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 
 import pytest
-from conftest import ROOT, listen
-
-import train
+from conftest import ROOT
 
 # Each file may import only files of the floors above its own in this list.
 FLOORS = [
@@ -144,57 +139,6 @@ def test_a_code_line_has_at_most_ten_expressions(name):
     lines = MODULES[name].read_text().splitlines()
     dense = [f for f in functions(parse(MODULES[name])) if density(f, lines) > 10]
     assert not [f"{f.name}: {density(f, lines):.1f}" for f in dense]
-
-
-# --------------------------------------------------------------------------------------------------
-# Functions that a reader meets
-
-BEFORE_STEP_1 = 116
-IN_A_LOGGED_STEP = 48
-TRACED_STEP = 3
-
-
-def trace(argv: list[str]) -> list[set[tuple[str, int, str]]]:
-    """The functions of this project that rank 0 enters before step 1, in step 1, in step 2, ...
-
-    Each is (file, line, name). Step n lasts from the n-th call of train_step to the next call, so
-    that writing its row belongs to it. Only the main thread is traced, up to TRACED_STEP. Lambdas,
-    comprehensions, class bodies and generated functions, such as a dataclass has, do not count.
-    """
-    for name in MODULES.keys() & sys.modules.keys():
-        for value in vars(sys.modules[name]).values():
-            if hasattr(value, "cache_clear"):  # an earlier run in this process has filled it
-                value.cache_clear()
-    files = {str(path): module_name(path) for path in MODULES.values()}
-    entered = [set()]
-
-    def profile(frame, event: str, _) -> None:
-        code: CodeType = frame.f_code
-        if event != "call" or code.co_filename not in files:
-            return
-        if code is inspect.unwrap(train.train_step).__code__:
-            entered.append(set())
-        if len(entered) == TRACED_STEP + 2:
-            sys.setprofile(None)
-        elif code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<"):
-            entered[-1].add((files[code.co_filename], code.co_firstlineno, code.co_name))
-
-    if os.environ["RANK"] == "0":
-        sys.setprofile(profile)  # of this thread
-    try:
-        status, _, error = listen(argv)
-    finally:
-        sys.setprofile(None)
-    assert status == 0, error
-    return entered
-
-
-def test_a_start_and_a_logged_step_enter_few_functions(on_ranks):
-    text = f"--dtype float32 --strategy fsdp --max_steps {TRACED_STEP + 2}"
-    entered, _ = on_ranks(2, trace, text)
-    for step, limit in ((0, BEFORE_STEP_1), (TRACED_STEP, IN_A_LOGGED_STEP)):
-        names = [f"{file}.{name}" for file, _, name in sorted(entered[step])]
-        assert len(names) <= limit, f"{len(names)} functions: {' '.join(names)}"
 
 
 # --------------------------------------------------------------------------------------------------
