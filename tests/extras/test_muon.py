@@ -1,0 +1,86 @@
+"""--optimizer muon: the same numbers on every mesh; a skipped step leaves its momentum alone.
+
+Muon iterates in bfloat16, so a rounding difference in a gradient grows to 1e-4 of a loss.
+"""
+
+import pytest
+import torch
+from core.conftest import pool, tokens, train  # noqa: F401
+from torch import nn
+
+import optim
+
+ROWS = {
+    "ddp 2": (2, "--strategy ddp"),
+    "fsdp 2": (2, "--strategy fsdp"),
+    "fsdp 3": (3, "--strategy fsdp"),  # more ranks than some matrices have rows for
+    "hsdp 2 x 2": (4, "--strategy hsdp --dp_replicate 2"),
+    "fsdp 2 x tp 2": (4, "--strategy fsdp --tp 2"),
+}
+MUON = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_muon_gives_the_numbers_of_one_rank(train, row):  # noqa: F811
+    ranks, mesh = ROWS[row]
+    one = train(1, f"--strategy single {MUON}", "one")
+    many = train(ranks, f"{mesh} {MUON}", "many")
+    assert (one.status, many.status) == (0, 0), many.error
+    assert len(one.rows()) == 5
+    for expected, found in zip(one.rows(), many.rows(), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4)
+    moments = {name for name in many.weights() if "momentum" in name}
+    assert len(moments) == 2 * 7  # the matrices of two blocks
+    for expected, found in zip(one.statistics(), many.statistics(), strict=True):
+        assert found["parameter"] == expected["parameter"]
+        norm = "momentum_buffer_norm"
+        if expected[norm] is not None:
+            assert found[norm] == pytest.approx(expected[norm], rel=1e-3)
+
+
+def test_a_muon_run_continues_bit_for_bit(train):  # noqa: F811
+    flags = f"--strategy fsdp {MUON} --save_interval 3 --keep_last 0 --schedule constant"
+    whole = train(2, f"{flags} --max_steps 6", "whole")
+    assert train(2, f"{flags} --max_steps 3", "stopped").status == 0
+    continued = train(2, f"{flags} --max_steps 6", "stopped")
+    assert continued.status == 0, continued.error
+    weights = whole.weights()
+    for name, tensor in continued.weights().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_skipped_step_leaves_the_momentum_alone():
+    """A gradient that is not finite skips the update on all ranks."""
+    matrix = nn.Parameter(torch.arange(6.0).view(2, 3) / 6)
+    settings = optim.Settings(lr=0.1, max_steps=9, optimizer="muon", weight_decay=0.0)
+    optimizer = optim.Optimizer(
+        [("matrix", matrix)], lambda name: False, settings, lambda name: True
+    )
+    matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
+    optimizer.step(1, 0.1)
+    weight = matrix.detach().clone()
+    momentum = optimizer.state()["momentum_buffer"]["matrix"].clone()
+    assert momentum.norm() > 0
+    matrix.grad = torch.full((2, 3), torch.nan)
+    values = optimizer.step(2, 0.1)
+    assert values["skipped_steps"] == 1 and values["skipped_in_a_row"] == 1
+    assert torch.equal(matrix, weight)
+    assert torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
+    matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
+    assert optimizer.step(3, 0.1)["skipped_in_a_row"] == 0
+    assert not torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
+
+
+def test_the_first_update_is_orthogonal():
+    """Its singular values lie around 1 times the scale, whatever those of the gradient are."""
+    matrix = nn.Parameter(torch.zeros(8, 8))
+    settings = optim.Settings(lr=1.0, max_steps=9, optimizer="muon", weight_decay=0.0)
+    optimizer = optim.Optimizer(
+        [("matrix", matrix)], lambda name: False, settings, lambda name: True
+    )
+    generator = torch.Generator().manual_seed(0)
+    matrix.grad = torch.randn(8, 8, generator=generator)
+    optimizer.step(1, 1.0)
+    values = torch.linalg.svdvals(matrix.detach())
+    assert values.max() / values.min() < 2 and values.min() > 0
