@@ -1,0 +1,396 @@
+"""A mesh changes where numbers are computed, not the numbers.
+
+ROWS lists meshes with their policies. Every row is trained once, and so is one rank with the same
+flags for the numbers. The tests of this file read what these runs have written: the log, the
+statistics of each parameter, and checkpoints. They compare the communication of a step with SENT,
+and they continue a row from its first checkpoint, also on the mesh of another row.
+"""
+
+import functools
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint
+
+from .conftest import SMALL, Run, copy_run, full_tensors, run_command
+
+STEPS, STOP = 6, 3  # a run's last step, and the step of its first checkpoint
+SEQUENCES, LENGTH = 16, 16  # of a global batch
+
+BASE = f"--max_steps {STEPS} --global_batch_size {SEQUENCES} --lr 1e-2 --max_grad_norm 6"
+FILES = f"--save_interval {STOP} --keep_last 0 --optim_metrics_interval 1"
+
+# The sizes of SMALL. The vocabulary of bytes, 257, is rounded up to a multiple of 64.
+D, FF, VOCABULARY = 32, 64, 320
+BLOCK = 2 * D * D + 2 * D * (D // 2) + 3 * D * FF + 2 * D  # k and v have half as many heads as q
+HEAD = VOCABULARY * D
+P = HEAD + 2 * BLOCK + D  # tied: the head is the embedding
+TENSORS = 1 + 2 * 9 + 1  # the embedding, nine a block, the last norm
+
+# Flags that change the numbers, also on one rank
+NUMBERS = {
+    "plain": "",
+    "bfloat16": "--dtype bfloat16",
+    "adaptive": "--clip adaptive --max_grad_norm_ratio 1.05",
+    "untied": "--model tinyllama-1.1b",  # SMALL overrides all its sizes, but not its separate head
+}
+# How much results may differ, relative to their size. At first the gradients of q and k are small
+# differences of large numbers, whose rounding errors in bfloat16 show in their statistics.
+TOLERANCES = dict.fromkeys(NUMBERS, {"logs": 1e-5, "weights": 3e-5, "statistics": 1e-4})
+TOLERANCES["bfloat16"] = {"logs": 1e-2, "weights": 1e-1, "statistics": 2e-1}
+
+
+class Row(NamedTuple):
+    ranks: int
+    flags: str  # of the mesh and its policy: they change no number
+    micro_batches: int = 1  # of a rank, in a step
+    numbers: str = "plain"  # a key of NUMBERS
+
+
+FSDP = "--strategy fsdp --wrap block"
+HSDP = "--strategy hsdp --wrap block --dp_replicate 2"
+NO_RESHARD = "--reshard_after_forward false"
+RECOMPUTE = "--activation_checkpointing"
+ROWS = {
+    "one": Row(1, f"{RECOMPUTE} selective", 4),
+    "ddp2": Row(2, "--strategy ddp"),
+    "ddp2-batch": Row(2, "--strategy ddp --grad_sync batch", 2),
+    "ddp4-micro_batch": Row(4, "--strategy ddp --grad_sync micro_batch", 4),
+    "ddp2-bfloat16": Row(2, "--strategy ddp", 2, "bfloat16"),
+    "fsdp2": Row(2, FSDP),
+    "fsdp2-none": Row(2, f"--strategy fsdp --wrap none {RECOMPUTE} full", 4),
+    "fsdp4-micro_batch": Row(
+        4, f"{FSDP} {NO_RESHARD} {RECOMPUTE} selective --grad_sync micro_batch", 4
+    ),
+    "hsdp4-shard": Row(4, f"{HSDP} --grad_sync shard", 4),
+    "hsdp4-micro_batch": Row(4, f"{HSDP} --grad_sync micro_batch", 2),
+    "hsdp4-bfloat16": Row(4, HSDP, 1, "bfloat16"),
+    "fsdp2-adaptive": Row(2, "--strategy fsdp --wrap block_group:2", 1, "adaptive"),
+    "fsdp2-untied": Row(2, FSDP, 2, "untied"),
+}
+SINGLE = {numbers: Row(1, "", 1, numbers) for numbers in NUMBERS}  # to compare with
+
+each_row = pytest.mark.parametrize("name", ROWS)
+each_numbers = pytest.mark.parametrize("numbers", NUMBERS)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+def command_of(row: Row) -> str:
+    """The flags of a row."""
+    size = SEQUENCES // row.ranks // row.micro_batches
+    return f"{BASE} --micro_batch_size {size} {NUMBERS[row.numbers]} {row.flags}"
+
+
+@pytest.fixture(scope="module")
+def start(pool, tokens):
+    """start(ranks, "FLAGS", out, function): run it on all ranks; return the answer of each."""
+
+    def call(ranks: int, text: str, out: Path, function=run_command) -> list:
+        argv = [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
+        return pool(ranks, function, argv)
+
+    return call
+
+
+def succeed(answers: list) -> None:
+    assert [(status, error) for status, _, error in answers] == [(0, "")] * len(answers)
+
+
+@pytest.fixture(scope="module")
+def trained(start, tmp_path_factory):
+    """trained(name): the run of this row of ROWS or SINGLE."""
+    root = tmp_path_factory.mktemp("trained")
+
+    @functools.cache
+    def train(name: str) -> Run:
+        row, out = (ROWS | SINGLE)[name], root / name
+        answers = start(row.ranks, f"{command_of(row)} {FILES}", out)
+        succeed(answers)
+        return Run(out, 0, answers[0][1], "")
+
+    return train
+
+
+# --------------------------------------------------------------------------------------------------
+# The same numbers
+
+
+def assert_rows(run: Run, expected: Run, relative: float) -> None:
+    """Compare all training rows and the last evaluation of two runs."""
+    rows, others = run.rows(), expected.rows()
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    for key in ("step", "tokens", "lr", "clipped", "skipped_steps"):
+        assert [row[key] for row in rows] == [row[key] for row in others], key
+    for key in ("loss", "grad_norm"):
+        values = [row[key] for row in others]
+        assert [row[key] for row in rows] == pytest.approx(values, rel=relative), key
+    evaluated, other = run.rows("val_loss")[-1], expected.rows("val_loss")[-1]
+    assert evaluated["step"] == STEPS
+    assert evaluated["val_loss"] == pytest.approx(other["val_loss"], rel=relative)
+
+
+def assert_weights(run: Run, expected: Run, relative: float) -> None:
+    """Compare the weights of the last checkpoints, each as a vector."""
+    found, others = run.weights(), expected.weights()
+    assert found.keys() == others.keys()
+    for name in [name for name in others if name.startswith("model.")]:
+        difference = (found[name] - others[name]).norm()
+        assert difference <= relative * others[name].norm(), name
+
+
+@each_numbers
+def test_one_rank_learns_and_clips_in_some_steps(trained, numbers):
+    """Otherwise wrong gradients, or none, would go unnoticed below."""
+    rows = trained(numbers).rows()
+    assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+    assert {row["clipped"] for row in rows} == {0, 1}
+    assert [row["tokens"] for row in rows] == [row["step"] * SEQUENCES * LENGTH for row in rows]
+
+
+@each_row
+def test_a_mesh_logs_the_numbers_of_one_rank(trained, name):
+    row = ROWS[name]
+    assert_rows(trained(name), trained(row.numbers), TOLERANCES[row.numbers]["logs"])
+
+
+@each_row
+def test_a_mesh_saves_the_weights_of_one_rank(trained, name):
+    row = ROWS[name]
+    assert trained(name).steps() == [STOP, STEPS]
+    relative = TOLERANCES[row.numbers]["weights"]
+    assert_weights(trained(name), trained(row.numbers), relative)
+
+
+@each_row
+def test_a_mesh_has_the_statistics_of_one_rank(trained, name):
+    row = ROWS[name]
+    relative = TOLERANCES[row.numbers]["statistics"]
+    rows, others = trained(name).statistics(), trained(row.numbers).statistics()
+    assert len(rows) == STEPS * (TENSORS + (row.numbers == "untied"))
+    for found, expected in zip(rows, others, strict=True):
+        place, other = ((each.pop("step"), each.pop("parameter")) for each in (found, expected))
+        assert place == other
+        assert found == pytest.approx(expected, rel=relative), place
+
+
+@each_numbers
+def test_norms_of_parameters_make_up_the_norm_of_the_gradient(trained, numbers):
+    run = trained(numbers)
+    for row in run.rows():
+        norms = [each["grad_norm"] for each in run.statistics() if each["step"] == row["step"]]
+        assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-5)
+
+
+@each_row
+def test_statistics_describe_the_tensors_of_the_checkpoint(trained, name):
+    run = trained(name)
+    tensors = run.weights()
+    for row in [row for row in run.statistics() if row["step"] == STEPS]:
+        for column, kind in [
+            ("weight_norm", "model"),
+            ("exp_avg_norm", "optimizer.exp_avg"),
+            ("exp_avg_sq_norm", "optimizer.exp_avg_sq"),
+        ]:
+            norm = tensors[f"{kind}.{row['parameter']}"].norm().item()
+            assert row[column] == pytest.approx(norm, rel=1e-5)
+        assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"])
+        assert 1e-4 < row["update_ratio"] < 1e-1  # the last lr is 2e-3; weights are below 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Communication
+
+KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives: {(kind, ranks in the group): (messages, bytes of full tensors)}.
+
+    Groups of one rank send nothing. A single number, for example a request to stop, is no traffic.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.messages, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then calls operations on its local tensors
+        result = function(*args, **(kwargs or {}))
+        namespace, _, name = function._schema.name.partition("::")
+        found = [kind for kind in KINDS if name.replace("_", "").startswith(kind)]
+        if found and namespace in ("c10d", "_c10d_functional"):
+            self.count(found[0], group_size(args), [*args, result])
+        return result
+
+    def count(self, kind: str, ranks: int, values: list) -> None:
+        tensors = [[x for x in tree_leaves(value) if torch.is_tensor(x)] for value in values]
+        if ranks > 1 and max(x.numel() for x in sum(tensors, [])) > 1:
+            self.messages[kind, ranks] += 1
+            self.bytes[kind, ranks] += max(sum(x.nbytes for x in each) for each in tensors)
+
+
+def group_size(args) -> int:
+    """The number of ranks of the group among the arguments of a collective."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return torch.distributed.ProcessGroup.unbox(leaf).size()
+    # Functional collectives, as DTensor calls them, name their group instead.
+    return torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
+
+
+def count_sent(argv: list[str]) -> dict:
+    with Sent() as sent:
+        succeed([run_command(argv)])
+    return {key: (sent.messages[key], sent.bytes[key]) for key in sent.messages}
+
+
+NORM = (1, 4 * TENSORS)  # the squared norm of each parameter's gradient
+
+# What a step sends: (messages, bytes). Gradients are in float32, whatever the compute dtype. FSDP
+# gathers each unit once in each micro-batch, and once more for backward if it was resharded. Under
+# --wrap block the units are the blocks and the rest of the model, the root. The last block and the
+# root are not resharded.
+SENT = {
+    "one": {},
+    "ddp2": {("allreduce", 2): (1, 4 * P)},
+    "ddp2-batch": {("allreduce", 2): (1, 4 * P)},
+    "ddp4-micro_batch": {("allreduce", 4): (4, 4 * 4 * P)},
+    "ddp2-bfloat16": {("allreduce", 2): (1, 4 * P)},
+    "fsdp2": {
+        ("allgather", 2): (4, 4 * (P + BLOCK)),
+        ("reducescatter", 2): (3, 4 * P),
+        ("allreduce", 2): NORM,
+    },
+    "fsdp2-none": {
+        ("allgather", 2): (4, 4 * 4 * P),
+        ("reducescatter", 2): (1, 4 * P),
+        ("allreduce", 2): NORM,
+    },
+    "fsdp4-micro_batch": {
+        ("allgather", 4): (4 * 3, 4 * 4 * P),
+        ("reducescatter", 4): (4 * 3, 4 * 4 * P),
+        ("allreduce", 4): NORM,
+    },
+    # Each rank averages its half of the gradients with the other replica.
+    "hsdp4-shard": {
+        ("allgather", 2): (4 * 4, 4 * 4 * (P + BLOCK)),
+        ("reducescatter", 2): (4 * 3, 4 * 4 * P),
+        ("allreduce", 2): (3, 4 * P // 2),
+        ("allreduce", 4): NORM,
+    },
+    "hsdp4-micro_batch": {
+        ("allgather", 2): (2 * 4, 2 * 4 * (P + BLOCK)),
+        ("reducescatter", 2): (2 * 3, 2 * 4 * P),
+        ("allreduce", 2): (2 * 3, 2 * 4 * P // 2),
+        ("allreduce", 4): NORM,
+    },
+    "hsdp4-bfloat16": {
+        ("allgather", 2): (4, 2 * (P + BLOCK)),
+        ("reducescatter", 2): (3, 4 * P),
+        ("allreduce", 2): (3, 4 * P // 2),
+        ("allreduce", 4): NORM,
+    },
+    "fsdp2-adaptive": {
+        ("allgather", 2): (2, 4 * P),
+        ("reducescatter", 2): (2, 4 * P),
+        ("allreduce", 2): NORM,
+    },
+    # The embedding and the head are two more units. Backward does not need the embedding, and the
+    # head is the last unit, so both blocks are gathered again.
+    "fsdp2-untied": {
+        ("allgather", 2): (2 * 7, 2 * 4 * (P + HEAD + 2 * BLOCK)),
+        ("reducescatter", 2): (5, 4 * (P + HEAD)),
+        ("allreduce", 2): (1, 4 * (TENSORS + 1)),
+    },
+}
+
+
+@each_row
+def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
+    """A step is what a run of four steps sends more than a run of three."""
+    row, counts = ROWS[name], []
+    for steps in (3, 4):
+        text = f"{command_of(row)} --max_steps {steps} --log_interval 1000 --checkpoint none"
+        counts.append(start(row.ranks, text, tmp_path / str(steps), count_sent))
+    for three, four in zip(*counts, strict=True):  # each rank
+        found = {}
+        for key, (messages, size) in four.items():
+            before = three.get(key, (0, 0))
+            if (messages, size) != before:
+                found[key] = (messages - before[0], size - before[1])
+        assert found == SENT[name]
+
+
+# --------------------------------------------------------------------------------------------------
+# Continuing
+
+
+def rewind(run: Run, to: Path) -> None:
+    """Copy a run as it was when its first checkpoint was saved."""
+    copy_run(run.out, to)
+    shutil.rmtree(checkpoint.step_path(to, STEPS))
+    for path in (to / "metrics.jsonl", to / "optim.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= STOP))
+
+
+def go_on(start, run: Run, row: Row, out: Path) -> Run:
+    """Continue a copy of a run, from its first checkpoint, with the command of a row."""
+    rewind(run, out)
+    before = (out / "metrics.jsonl").read_text()
+    answers = start(row.ranks, f"{command_of(row)} {FILES}", out)
+    succeed(answers)
+    # It went on: rows with their times would differ if it had begun again.
+    assert (out / "metrics.jsonl").read_text().startswith(before)
+    return Run(out, 0, answers[0][1], "")
+
+
+@each_row
+def test_a_continued_run_ends_with_identical_bits(start, trained, tmp_path, name):
+    run = trained(name)
+    continued = go_on(start, run, ROWS[name], tmp_path / "run")
+    assert_rows(continued, run, 0)
+    assert continued.statistics() == run.statistics()
+    assert continued.steps() == run.steps()
+    found, expected = (full_tensors(checkpoint.step_path(x.out, STEPS)) for x in (continued, run))
+    assert any(tensor.startswith("optimizer.") for tensor in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+MOVES = [
+    ("one", "fsdp4-micro_batch"),
+    ("ddp2", "hsdp4-shard"),
+    ("fsdp4-micro_batch", "ddp4-micro_batch"),
+    ("hsdp4-shard", "fsdp2-none"),
+    ("fsdp2-none", "one"),
+    ("hsdp4-bfloat16", "ddp2-bfloat16"),
+    ("fsdp2-adaptive", "adaptive"),
+    ("untied", "fsdp2-untied"),
+]
+
+
+@pytest.mark.parametrize("name, other", MOVES)
+def test_a_run_continues_on_another_mesh_with_the_same_numbers(
+    start, trained, tmp_path, name, other
+):
+    run = trained(name)
+    row = (ROWS | SINGLE)[other]
+    continued = go_on(start, run, row, tmp_path / "run")
+    assert_rows(continued, run, TOLERANCES[row.numbers]["logs"])
+    assert_weights(continued, run, TOLERANCES[row.numbers]["weights"])
+    assert continued.steps() == [STOP, STEPS]
