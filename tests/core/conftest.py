@@ -103,7 +103,7 @@ class Pool:
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # both are slow to import
         # The fork server does not inherit sys.path.
         os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/extras"
         for _ in range(4):
