@@ -219,6 +219,23 @@ def possible_strategies(values: dict, machine: Machine) -> list[str]:
 LOGITS_SHARE = 0.1
 
 
+def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: int) -> None:
+    """Raise UsageError unless every rank gets as many sequences, in whole micro-batches."""
+    per_forward = (micro_batch_size or 1) * dp_size  # the fewest sequences of all ranks
+    if global_batch_size % per_forward == 0:
+        return
+    larger = math.ceil(global_batch_size / per_forward) * per_forward
+    split = f"{dp_size} data-parallel ranks"
+    remedy = f"give --global_batch_size {larger}"
+    if micro_batch_size:
+        split = f"micro_batch_size {micro_batch_size} x {split} = {per_forward}"
+        remedy += ", another --micro_batch_size"
+    raise UsageError(
+        f"global_batch_size {global_batch_size} is not a multiple of {split}: {remedy} "
+        "or another number of ranks"
+    )
+
+
 def on_mesh(
     values: dict,
     strategy: str,
@@ -237,14 +254,10 @@ def on_mesh(
     shape = dist.mesh_shape(strategy, machine.world_size, machine.local_size, *asked)
     dp_size = shape[0] * shape[1]
     global_batch_size = values["global_batch_size"]
+    if not values["eval_only"]:
+        check_batch(global_batch_size, values["micro_batch_size"], dp_size)
     micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
     per_forward = micro_batch_size * dp_size  # sequences of all ranks
-    if global_batch_size % per_forward and not values["eval_only"]:
-        raise UsageError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
-            f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_forward}: "
-            "change --global_batch_size, --micro_batch_size or the number of ranks"
-        )
     on_this_mesh = {
         "strategy": strategy,
         "dp_replicate": shape[0],

@@ -128,6 +128,32 @@ def test_a_batch_is_split_into_micro_batches():
 
 
 @pytest.mark.parametrize(
+    "ranks, flags, larger",
+    [
+        (3, "", 18),
+        (6, "", 18),
+        (7, "", 21),
+        (32, "", 32),
+        (6, "--tp 2", 18),
+        (6, "--micro_batch_size 2", 24),
+        (2, "--micro_batch_size 3", 18),
+        (3, "--micro_batch_size 16", 48),
+    ],
+)
+def test_a_refused_batch_comes_with_one_that_works(ranks, flags, larger):
+    """It has the default of 16 sequences; only a micro-batch that was typed is mentioned."""
+    with pytest.raises(UsageError) as refused:
+        resolve(f"--strategy fsdp {flags}", world_size=ranks)
+    text = str(refused.value)
+    assert text.startswith("global_batch_size 16 is not a multiple of ") and "\n" not in text
+    assert ("micro_batch_size" in text) == ("micro_batch_size" in flags)
+    (given,) = re.findall(r"give --global_batch_size (\d+)", text)
+    assert int(given) == larger
+    run = resolve(f"--strategy fsdp {flags} --global_batch_size {given}", world_size=ranks)
+    assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == larger
+
+
+@pytest.mark.parametrize(
     "name, ranks, split, tokens_per_step, tokens",
     [
         ("gpt2-124m", 8, (12, 5), 491_520, 295e9),

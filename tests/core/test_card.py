@@ -1,0 +1,32 @@
+"""The command that people come for, on as many ranks as it says."""
+
+import pytest
+
+from .conftest import Job
+
+SHORT = "--max_steps 30 --warmup_steps 5 --log_interval 10 --sample_tokens 0"
+
+
+@pytest.mark.slow
+def test_eight_ranks_of_fsdp_train_with_the_defaults(tokens, tmp_path):
+    """torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp"""
+    flags = f"--strategy fsdp --data {tokens} --out {tmp_path}/run {SHORT}"
+    job = Job(8, flags.split(), tmp_path)
+    try:
+        assert job.wait(300) == 0, job.printed()
+    finally:
+        job.end()
+    losses = [row["loss"] for row in job.rows()]
+    assert [row["step"] for row in job.rows()] == [1, 10, 20, 30]
+    assert losses[-1] < losses[0] - 1
+    assert len([*(tmp_path / "run/checkpoints/step-00000030").glob("rank-*.safetensors")]) == 8
+
+
+def test_a_batch_that_the_ranks_cannot_split_is_refused_with_one_that_works(train):
+    refused = train(3, "--strategy fsdp")
+    assert refused.status == 2
+    assert "global_batch_size 8 is not a multiple of 3 data-parallel ranks" in refused.error
+    assert "micro_batch_size" not in refused.error
+    _, _, remedy = refused.error.partition("give --global_batch_size ")
+    accepted = train(3, f"--strategy fsdp --global_batch_size {remedy.split()[0]}")
+    assert accepted.status == 0, accepted.error
