@@ -13,6 +13,7 @@ is tiny, nothing is compiled, and steps that need a GPU are skipped.
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -117,10 +118,10 @@ def command_of(step: Step, name: str, work: Path) -> list[str]:
             text = text.replace(long, short)
     text = text.replace("TORCHRUN", "PYTHON -m torch.distributed.run --standalone")
     values = {"PYTHON": sys.executable, "THIS": THIS, "WORK": work, "NAME": name}
-    words = text.split()
-    for key, value in values.items():
-        words = [word.replace(key, str(value)) for word in words]
-    return words
+    # In one pass: a path that is filled in may contain a key.
+    return [
+        re.sub("|".join(values), lambda key: str(values[key[0]]), word) for word in text.split()
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
