@@ -22,7 +22,7 @@ import checkpoint
 
 from .conftest import SMALL, Job, Run, run_command
 
-STEPS = 16
+STEPS = 13
 SAVE_INTERVAL = 5
 # Eight micro-batches per rank make a step long enough to end a run in the middle of it.
 RUN = (
@@ -245,7 +245,7 @@ KILLS = {
 
 @pytest.mark.parametrize("kill, launcher, status, flags, again", KILLS.values(), ids=KILLS)
 def test_a_killed_run_continues_from_its_last_checkpoint(
-    start, whole, kill, launcher, status, flags, again
+    start, whole, pool, tokens, kill, launcher, status, flags, again
 ):
     run = start(launcher, flags)
     kill(run)
@@ -254,7 +254,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
     assert 0 < saved < STEPS
     if kill is kill_between_saves:
         assert saved == SAVE_INTERVAL < before[-1]["step"]
-    assert start(launcher, again).wait() == 0
+    finish(pool, tokens, run.out, again)
     assert_continued(before, run.out, saved)
     assert_same(run.out, whole)
 
@@ -308,23 +308,3 @@ def test_a_save_killed_before_any_file_operation_leaves_only_valid_checkpoints(p
     assert found[0] == [1] and found[-1] == [1, 2]
     assert found == sorted(found)
     assert incomplete(tmp_path) == []
-
-
-# --------------------------------------------------------------------------------------------------
-# One process, without torchrun
-
-
-def test_one_process_refuses_a_second_one_and_is_stopped_with_status_75(job, pool, tokens):
-    run = job(1, "--max_steps 1000000")
-    run.until(lambda: run.rows())
-    second = arguments(tokens, run.out, "--max_steps 1000000 --timeout 1")
-    ((status, _, error),) = pool(1, run_command, second)
-    assert status == 2
-    assert f"--out {run.out} is in use" in error
-
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == os.EX_TEMPFAIL
-    steps = [row["step"] for row in run.rows()]
-    assert steps == [*range(1, 1 + len(steps))]
-    assert saved_steps(run.out) == [len(steps)]
-    assert f"stopped after step {len(steps)}" in run.printed()

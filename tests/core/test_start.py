@@ -669,6 +669,8 @@ def test_a_folder_belongs_to_one_run_at_a_time(judge, job):
     look = Start("--eval_only", val_loss=2)
     judge.check_lines(look, judge.run(look))
     first.process.terminate()
-    assert first.wait() == 75
+    assert first.wait() == 75  # the process is not torchrun's, so its status is train.py's
     (stopped,) = Run(first.out, 0, "", "").steps()[-1:]
+    assert stopped == first.rows()[-1]["step"]
+    assert f"stopped after step {stopped}" in first.printed()
     judge(Start(f"--max_steps {stopped}", f"step {stopped} of {stopped}"))
