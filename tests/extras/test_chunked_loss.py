@@ -12,7 +12,6 @@ ROWS = {
     "ddp 2": (2, "--strategy ddp", "--loss_chunks 2 --micro_batch_size 2"),
     "fsdp 2": (2, "--strategy fsdp", "--loss_chunks 2"),
     "fsdp 2, untied": (2, "--strategy fsdp", "--loss_chunks 3 --model tinyllama-1.1b"),
-    "tp 2": (2, "--strategy single --tp 2", "--loss_chunks 2"),
 }
 
 

@@ -3,6 +3,8 @@
 Muon iterates in bfloat16, so a rounding difference in a gradient grows to 1e-4 of a loss.
 """
 
+import math
+
 import pytest
 import torch
 from core.conftest import pool, tokens, train  # noqa: F401
@@ -15,7 +17,6 @@ ROWS = {
     "fsdp 2": (2, "--strategy fsdp"),
     "fsdp 3": (3, "--strategy fsdp"),  # more ranks than some matrices have rows for
     "hsdp 2 x 2": (4, "--strategy hsdp --dp_replicate 2"),
-    "fsdp 2 x tp 2": (4, "--strategy fsdp --tp 2"),
 }
 MUON = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
 
@@ -84,3 +85,29 @@ def test_the_first_update_is_orthogonal():
     optimizer.step(1, 1.0)
     values = torch.linalg.svdvals(matrix.detach())
     assert values.max() / values.min() < 2 and values.min() > 0
+
+
+def test_statistics_use_raw_gradients_and_updated_weights():
+    """For a matrix, which Muon updates, and a vector. A slot that a parameter lacks is nan."""
+    net = torch.nn.Linear(3, 2)
+    options = {"clip": "adaptive", "max_grad_norm_ratio": 0.5, "optimizer": "muon"}
+    settings = optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
+    everything = {"decays": lambda name: True, "is_hidden": lambda name: True}
+    optimizer = optim.Optimizer(net.named_parameters(), settings=settings, **everything)
+    net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
+    grads = {name: p.grad.clone() for name, p in net.named_parameters()}
+    old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    table = optimizer.step(1, lr=0.001, measure=True)["parameters"]
+    for (name, parameter), row in zip(net.named_parameters(), table.rows(), strict=True):
+        weight = parameter.detach()
+        update_norm = (weight - old_weights[name]).norm()
+        want = {"update_norm": update_norm, "clipped": 1.0}
+        want["update_ratio"] = update_norm / weight.norm()
+        tensors = {"grad": grads[name], "weight": weight}
+        nothing = torch.full((1,), math.nan)
+        for slot in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            tensors[slot] = optimizer.slots[slot].get(name, nothing)
+        want |= {f"{kind}_norm": tensor.norm() for kind, tensor in tensors.items()}
+        assert row.pop("parameter") == name and row["update_norm"] > 0
+        want = {column: float(value) for column, value in want.items()}
+        assert row == pytest.approx(want, rel=1e-5, abs=1e-9, nan_ok=True)

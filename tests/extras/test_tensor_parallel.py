@@ -1,5 +1,8 @@
 """--tp: ranks that compute one forward pass together give the numbers of one rank."""
 
+import json
+
+import numpy as np
 import pytest
 from core.conftest import pool, tokens, train  # noqa: F401
 
@@ -64,3 +67,18 @@ def test_a_size_that_tp_cannot_split_is_refused(train, tp):  # noqa: F811
 def test_a_sample_of_odd_length_is_split(train):  # noqa: F811
     run = train(2, "--strategy single --tp 2 --sample_tokens 3")
     assert run.status == 0 and "sample" in run.printed and "no text" not in run.printed
+
+
+def test_each_token_is_looked_up_by_the_rank_that_holds_its_row(train, tmp_path):  # noqa: F811
+    """Each rank holds half of the rows of the embedding; the data has all 257 tokens."""
+    (tmp_path / "all").mkdir()
+    for split in ("train", "val"):
+        np.tile(np.arange(257, dtype=np.uint16), 2).tofile(tmp_path / f"all/{split}.bin")
+    meta = {"tokenizer": "bytes", "dtype": "uint16", "vocab_size": 257}
+    meta |= {"train_tokens": 514, "val_tokens": 514}
+    (tmp_path / "all/meta.json").write_text(json.dumps(meta))
+    flags = f"--data {tmp_path}/all --eval_sequences 32 --max_steps 1"
+    one = train(1, f"--strategy single {flags}", "one")
+    split = train(2, f"--strategy single --tp 2 {flags}", "split")
+    assert (one.status, split.status) == (0, 0), split.error
+    assert_same_numbers(one, split)
