@@ -1,7 +1,6 @@
 """The optimizer: clipping, weight decay, Muon, and learning rates."""
 
 import functools
-import math
 from dataclasses import dataclass
 from unittest import mock
 
@@ -138,45 +137,6 @@ def plain_norm(parameters: list) -> tuple:
     return norm, norm > 1.5
 
 
-class PlainAdaptive:
-    """Limit 1.2 x average; average <- 0.95 x average + 0.05 x clipped norm, from the first norm."""
-
-    def __init__(self):
-        self.averages = {}
-
-    def __call__(self, parameters: list) -> tuple:
-        norms = [p.grad.norm().item() for p in parameters]
-        clipped = False
-        for i, norm in enumerate(norms):
-            average = self.averages.get(i, norm)
-            factor = min(1.0, 1.2 * average / (norm + 1e-6))
-            clipped |= norm > 1.2 * average
-            parameters[i].grad.mul_(factor)
-            self.averages[i] = 0.95 * average + 0.05 * norm * factor
-        return math.hypot(*norms), clipped
-
-
-CASES = {
-    "norm": ({"max_grad_norm": 1.5}, plain_norm),
-    "adaptive": ({"max_grad_norm_ratio": 1.2}, None),  # PlainAdaptive, which keeps averages
-}
-
-
-@pytest.mark.parametrize("clip", CASES)
-def test_clipping_matches_its_formula_on_every_mesh(pool, clip):
-    options, plain_clip = CASES[clip]
-    norms, clips, weights = train_plainly(5, plain_clip or PlainAdaptive())
-    assert set(clips) == {0, 1}
-    tolerance = 1e-6 if clip == "norm" else 1e-5
-    for mesh, ranks in MESHES.items():
-        for log, mesh_weights in pool(ranks, train_on_mesh, mesh, 5, {"clip": clip, **options}):
-            assert [row["grad_norm"] for row in log] == pytest.approx(norms, rel=tolerance)
-            assert [row["clipped"] for row in log] == clips
-            for name, weight in weights.items():
-                torch.testing.assert_close(mesh_weights[name], weight, rtol=1e-4, atol=2e-5)
-            assert torch.equal(mesh_weights[FROZEN], weights[FROZEN])  # not updated, not decayed
-
-
 # Newton-Schulz makes the small singular values of a momentum, which are rounding errors, as large
 # as the others. A sum in another order therefore turns the update, in directions that the loss
 # hardly depends on. So between meshes the weights differ more than the norms.
@@ -261,26 +221,3 @@ def test_an_optimizer_without_any_parameter_is_refused(monkeypatch, name):
     parameters = torch.nn.Linear(3, 2).named_parameters()
     with pytest.raises(ValueError, match=f"^{name} updates no parameter: check is_hidden"):
         optim.Optimizer(parameters, str.isupper, settings(optimizer=name), str.isupper)
-
-
-@pytest.mark.parametrize(
-    "schedule, step, lr",
-    [
-        *((schedule, 3, 0.3) for schedule in optim.SCHEDULES),  # warm-up
-        *((schedule, 11, 1.0) for schedule in optim.SCHEDULES),
-        ("cosine", 61, 0.55),  # half way between the end of warm-up and max_steps
-        ("cosine", 36, 0.1 + 0.9 * (2 + math.sqrt(2)) / 4),  # (1 + cos 45 degrees) / 2
-        ("cosine", 111, 0.1),
-        ("cosine", 200, 0.1),
-        ("wsd", 90, 1.0),
-        ("wsd", 101, 0.55),
-        ("wsd", 111, 0.1),
-        ("linear", 36, 0.775),
-        ("linear", 111, 0.1),
-        ("constant", 110, 1.0),
-    ],
-)
-def test_schedules_match_learning_rates_computed_by_hand(schedule, step, lr):
-    options = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "max_steps": 110}
-    chosen = optim.Settings(schedule=schedule, **options)
-    assert optim.learning_rate(step, chosen) == pytest.approx(lr)

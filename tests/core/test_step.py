@@ -62,6 +62,10 @@ def test_any_window_can_come_at_any_place_of_an_epoch(windows):
         assert places == {*range(windows)}
 
 
+def test_an_epoch_may_have_more_windows_than_a_table_could_list():
+    assert 0 <= data.window_of(10**14 - 1, 10**14, 5) < 10**14
+
+
 def indices_of_ranks(steps: range, dp_size: int, micro_batch_size: int) -> list[list[list[int]]]:
     """The micro-batches of each dp_rank."""
     sizes = (GLOBAL_BATCH_SIZE, micro_batch_size)
@@ -315,6 +319,16 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_update(clip, matrix, vect
     state = both.optimizer.state()
     assert state["skipped_steps"].item() == 2
     assert state["step"].tolist() == [2, 2]
+
+
+def test_too_many_skipped_updates_end_a_run_that_saves_no_such_weights(train):
+    """The first update makes all weights infinite, and no later gradient is finite."""
+    run = train(2, "--strategy ddp --lr 1e300 --max_steps 30 --save_interval 1 --max_skipped 4")
+    assert run.status == 1
+    assert "4 updates in a row were skipped up to step 5" in run.error
+    assert "\n" not in run.error
+    assert run.steps() == []
+    assert run.printed.count("NOT SAVED") == 4
 
 
 def test_the_state_that_a_checkpoint_stores_has_these_names():
