@@ -13,9 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
-    RANKS_OF_MESH,
-    TEN_STEPS,
-    assert_same,
     build_run,
     documented_fields,
     full_tensor,
@@ -32,33 +29,6 @@ import train
 from optim import local
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
-
-
-@pytest.mark.parametrize("mesh", RANKS_OF_MESH)
-def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(run, whole, tmp_path, mesh):
-    resumed = tmp_path / "resumed"
-    shutil.copytree(whole[mesh], resumed)  # as if killed between step 5 and step 10
-    shutil.rmtree(resumed / "checkpoints" / "step-00000010")
-    run(RANKS_OF_MESH[mesh], f"{TEN_STEPS} --strategy {mesh}", "resumed")
-    expected = rows(whole[mesh])
-    actual = rows(resumed)
-    assert [row["step"] for row in actual] == list(range(1, 11))  # no step is logged twice
-    for key in ("loss", "lr", "grad_norm"):
-        assert [row[key] for row in actual] == [row[key] for row in expected]
-    assert_same(whole[mesh], resumed)
-
-
-@pytest.mark.parametrize(
-    "start, goal, ranks",
-    [("ddp --async_save", "fsdp --tp 2", 4), ("fsdp --tp 2 --async_save", "single", 1)],
-)
-def test_a_run_continues_on_another_mesh(run, whole, start, goal, ranks):
-    path = whole[start] / "checkpoints" / "step-00000005"
-    resumed = rows(run(ranks, f"{TEN_STEPS} --strategy {goal} --resume {path}"))
-    expected = rows(whole[start])[5:]
-    assert [row["step"] for row in resumed] == list(range(6, 11))
-    losses = [row["loss"] for row in resumed]
-    assert losses == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
 def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
@@ -94,18 +64,6 @@ def test_a_save_logs_its_size_and_duration(whole, mesh):
     assert row["bytes"] == sum(file.stat().st_size for file in files)
     assert 0 < row["blocking_seconds"] <= row["seconds"]
     assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
-
-
-@pytest.mark.parametrize("mesh", ["ddp --async_save", "hsdp --dp_shard 2"])
-def test_a_manifest_lists_the_files_and_the_configuration(whole, mesh):
-    path, _ = checkpoint.list_checkpoints(whole[mesh])
-    files = [file for file in path.iterdir() if file.name != "manifest.json"]
-    manifest = checkpoint.read_manifest(path)
-    assert manifest["step"] == 5
-    assert manifest["tokens"] == 5 * 8 * 16
-    assert {"files", "config", "model", "data", "torch"} < manifest.keys()
-    assert manifest["files"].keys() == {file.name for file in files}
-    assert checkpoint.verify(path) is None
 
 
 MESHES = {1: ["single"], 2: ["fsdp", "single --tp 2"], 4: ["hsdp --dp_shard 2", "fsdp --tp 2"]}

@@ -1,7 +1,5 @@
 """The files of a checkpoint, if they are damaged or hostile, and tools.checkpoint."""
 
-import importlib.util
-import json
 import os
 import shutil
 import warnings
@@ -16,7 +14,6 @@ from conftest import (
     command,
     file_names,
     last_checkpoint,
-    listen,
     memory_taken,
     rows,
     tensors,
@@ -31,58 +28,10 @@ from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
 
-def change_manifest(path: Path, **fields) -> None:
-    """Change fields of the manifest, and its checksum accordingly."""
-    manifest = json.loads((path / "manifest.json").read_text()) | fields
-    (path / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
-
-
 def flip_a_bit(path: Path, name: str = "rank-00000.safetensors", place: int = -5) -> None:
     contents = bytearray((path / name).read_bytes())
     contents[place] ^= 4
     (path / name).write_bytes(contents)
-
-
-DAMAGE = {
-    "has 1,000 bytes, not": lambda path: os.truncate(path / "rank-00001.safetensors", 1000),
-    "has changed since it was written": flip_a_bit,
-    "rank-00001.safetensors is missing": lambda path: (path / "rank-00001.safetensors").unlink(),
-    "index.json has 0 bytes": lambda path: (path / "index.json").write_bytes(b""),
-    "manifest.json is damaged": lambda path: (path / "manifest.json").write_text('{"step": 6'),
-    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
-    "manifest.json has changed since": lambda path: (path / "manifest.json").write_text(
-        (path / "manifest.json").read_text().replace('"norm_eps": 1e-05', '"norm_eps": 1e-01')
-    ),
-    "was renamed: it holds step 8, not 10": lambda path: change_manifest(path, step=8),
-}
-
-
-def test_damaged_checkpoints_are_passed_over(run, on_ranks):
-    """Retention does not remove a damaged checkpoint until the run has saved a later step."""
-    text = "--max_steps 10 --save_interval 1 --strategy fsdp --keep_last"
-    out = run(2, f"{text} 0")
-    *_, first = paths = checkpoint.list_checkpoints(out)[:2]
-    damaged = checkpoint.list_checkpoints(out)[2:]
-    weights = tensors(damaged[-1])
-    for path, (problem, damage) in zip(damaged, DAMAGE.items(), strict=True):
-        damage(path)
-        assert problem in checkpoint.verify(path)
-    status, said, error = command("verify", out)
-    assert (status, error.count("\n")) == (1, 1)
-    assert [line.startswith("DAMAGED: ") for line in said.splitlines()] == [False] * 2 + [True] * 8
-    for line, problem in zip(said.splitlines()[2:], DAMAGE):
-        assert problem in line
-    ((status, said, _), _) = on_ranks(2, listen, f"{text} 1 --save_interval 4 --allow_changes")
-    assert status == 0
-    for path, problem in zip(damaged, DAMAGE):
-        (line,) = [line for line in said.splitlines() if f"passed over {path}: " in line]
-        assert problem in line
-    assert f"continuing from {first}" in said
-    # The run replaced steps 4, 8 and 10, and retention removed all but the last checkpoint.
-    assert checkpoint.list_checkpoints(out) == damaged[-1:]
-    assert checkpoint.verify(damaged[-1]) is None
-    torch.testing.assert_close(tensors(damaged[-1]), weights, rtol=0, atol=0, equal_nan=True)
-    assert not paths[0].exists()
 
 
 def find_damage_on_two_hosts(argv: list[str]) -> str:
@@ -106,16 +55,6 @@ def test_ranks_of_two_hosts_verify_all_files_together(whole, on_ranks, tmp_path)
     for error in on_ranks(2, find_damage_on_two_hosts, f"{TEN_STEPS} --strategy ddp"):
         for name in damaged:
             assert f"{name} has changed since it was written" in error
-
-
-def test_a_changed_first_byte_of_a_long_file_is_found(tmp_path):
-    """The file is so long that it is read in several blocks."""
-    path = tmp_path / "checkpoint"
-    checkpoint.save_state(path, {"weight": torch.ones(1 << 19)}, {"step": 1})
-    assert (path / "rank-00000.safetensors").stat().st_size > 2 << 20
-    assert checkpoint.verify(path) is None
-    flip_a_bit(path, place=0)
-    assert "rank-00000.safetensors has changed" in checkpoint.verify(path)
 
 
 def test_a_disk_error_fails_the_verification(path):
@@ -152,138 +91,6 @@ def path(tmp_path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def index(change) -> callable:
-    """Change the JSON of the index in place."""
-
-    def spoil(path: Path) -> None:
-        value = json.loads((path / "index.json").read_text())
-        change(value)
-        (path / "index.json").write_text(json.dumps(value))
-
-    return spoil
-
-
-def of_a(**fields) -> callable:
-    return index(lambda value: value["tensors"]["a"].update(fields))
-
-
-def put(name: str, contents: bytes) -> callable:
-    return lambda path: (path / name).write_bytes(contents)
-
-
-def raw(text: str, length: int | None = None, data: bytes = bytes(32)) -> callable:
-    """Write another header, and bytes of tensors, to the file of the second chunk."""
-    size = len(text) if length is None else length
-    return put("rank-00001.safetensors", size.to_bytes(8, "little") + text.encode() + data)
-
-
-def header(data: bytes = bytes(32), **fields) -> callable:
-    """Change the entry of `a` in the file of the second chunk."""
-    entry = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]} | fields
-    return raw(json.dumps({"a": entry}), data=data)
-
-
-HOSTILE = {
-    "header longer than the file": raw("{}", length=100),
-    "header that is not JSON": raw("a: {}"),
-    "header without an end": raw("[" * 100_000),
-    "unknown dtype": header(dtype="F4"),
-    "absurd shape": header(shape=[2**40, 2**40]),
-    "size of thousands of digits": raw('{"a": {"shape": [1' + 5000 * "0" + "]}}"),
-    "offset beyond the end": header(data_offsets=[32, 64]),
-    "offset before the beginning": header(data_offsets=[-64, -32], data=bytes(64)),
-    "offset after a gap": header(data_offsets=[8, 40], data=bytes(40)),
-    "bytes after the last tensor": header(data=bytes(40)),
-    "dtype of another kind": header(dtype="I32"),
-    "chunk that would be broadcast": header(shape=[1, 4], data_offsets=[0, 16], data=bytes(16)),
-    "empty file": put("rank-00001.safetensors", b""),
-    "chunk of another shape": header(shape=[4, 2]),
-    "chunk that is missing": raw('{"c": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}'),
-    "missing file": lambda path: (path / "rank-00001.safetensors").unlink(),
-    "index that is not JSON": put("index.json", b"files: a"),
-    "index without files": index(lambda value: value.pop("files")),
-    "entry that is null": index(lambda value: value["tensors"].update(a=None)),
-    "index of another shape": of_a(shape=[6, 5]),
-    "cuts that do not start at 0": of_a(cuts=[[1, 4], [0]]),
-    "grid with a hole": of_a(grid=[0]),
-    "grid with an unknown file": of_a(grid=[0, 2]),
-}
-
-
-def fit_manifest(path: Path) -> None:
-    """Give the manifest the sizes and checksums that the files have now."""
-    files = checkpoint.read_manifest(path)["files"]
-    for name in files.keys() & set(file_names(path)):
-        files[name] = checkpoint.write_file(path / name, [(path / name).read_bytes()])
-    change_manifest(path, files=files)
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused_in_one_line(path, tmp_path, case):
-    """It is refused even if its checksums fit. Loading takes less than 8 MB, which Python needs."""
-    state = {"b": torch.zeros(3, dtype=torch.int64), "a": torch.zeros(6, 4)}
-    checkpoint.load_state(path, state)
-    assert torch.equal(state["a"], WHOLE)
-    HOSTILE[case](path)
-
-    def load() -> None:
-        with pytest.raises(checkpoint.CheckpointError, match="^cannot read [^\n]*$"):
-            checkpoint.load_state(path, state)
-
-    assert memory_taken(load) < 8e6
-    assert checkpoint.verify(path)  # verify also finds it
-    for _ in range(2):
-        with pytest.raises(checkpoint.CheckpointError):
-            consolidate(path, tmp_path / "one")
-        assert not (tmp_path / "one").exists()
-        fit_manifest(path)
-        load()
-
-
-def write_a_longer_file(path: Path) -> None:
-    """Write a longer file with a valid header that contains the chunk."""
-    wrong = {"a": WHOLE[:3], "c": torch.ones(3)}
-    checkpoint.write_safetensors(path / "rank-00001.safetensors", wrong)
-
-
-# Damage that no header shows, and whether it takes verify_files to find it
-HIDDEN = {
-    "/index.json: it has changed since it": (of_a(grid=[1, 0]), False),  # equal chunks exchanged
-    ": rank-00001.safetensors has .* bytes, not": (write_a_longer_file, False),
-    ": rank-00000.safetensors has changed": (flip_a_bit, True),
-}
-
-
-@pytest.mark.parametrize("line", HIDDEN)
-def test_damage_that_no_header_shows_is_found(tmp_path, line):
-    damage, verify_files = HIDDEN[line]
-    write_two_files(tmp_path / "checkpoint", cut=3)
-    state = {"a": torch.zeros(6, 4)}
-    checkpoint.load_state(tmp_path / "checkpoint", state, verify_files)
-    assert torch.equal(state["a"], WHOLE)
-    damage(tmp_path / "checkpoint")
-    with pytest.raises(checkpoint.CheckpointError, match=f"^cannot read .*{line}"):
-        checkpoint.load_state(tmp_path / "checkpoint", state, verify_files)
-
-
-def test_a_link_or_pipe_in_place_of_a_file_does_not_verify(path, tmp_path):
-    file = path / "rank-00001.safetensors"
-    for make in (
-        lambda: file.symlink_to(shutil.copy(path / "rank-00000.safetensors", tmp_path)),
-        lambda: file.symlink_to("/dev/zero"),
-        lambda: os.mkfifo(file),
-    ):
-        file.unlink()
-        make()
-        assert "rank-00001.safetensors has " in checkpoint.verify(path)
-
-
-def test_the_error_names_a_tensor_that_does_not_fit(path):
-    for name, shape in (("a", (6, 5)), ("a", (24,)), ("weight", (3,))):
-        with pytest.raises(checkpoint.CheckpointError, match=f"it has no tensor {name} of shape"):
-            checkpoint.load_state(path, {name: torch.empty(shape)})
-
-
 EXECUTES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
@@ -299,91 +106,6 @@ def test_no_module_can_execute_the_files_that_it_reads():
 # --------------------------------------------------------------------------------------------------
 # Manifests
 
-HOSTILE_MANIFESTS = [
-    "{}",
-    '{"step": "os.system", "files": {"a.safetensors": {"bytes": 1, "crc32": "0"}}}',
-    '{"step": 1, "files": {"../../x": {}}}',
-    '{"step": 1, "files": {"a.safetensors": {"bytes": "many", "crc32": "0"}}}',
-    '{"step": 1, "files": {"a.safetensors": {"bytes": 1, "crc32": "0"}}, "tokens": "many"}',
-    '{"step": 1, "files": {}}',
-    "[" * 100_000,
-]
-
-
-@pytest.mark.parametrize("text", HOSTILE_MANIFESTS)
-def test_a_hostile_manifest_is_refused_in_one_line(tmp_path, text):
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(checkpoint.CheckpointError, match=f"^{tmp_path} is not a complete [^\n]*$"):
-        checkpoint.read_manifest(tmp_path)
-
-
-def test_a_changed_byte_of_a_manifest_is_found(path):
-    """Except in the word "crc32" itself, where a change leaves all other fields as they were."""
-    fields = checkpoint.read_manifest(path)
-    del fields["crc32"]
-    contents = (path / "manifest.json").read_bytes()
-    missed = 0
-    for i, byte in enumerate(contents):
-        changed = contents[:i] + bytes([byte ^ 1]) + contents[i + 1 :]
-        (path / "manifest.json").write_bytes(changed)
-        if checkpoint.verify(path) is None:
-            missed += 1
-            manifest = checkpoint.read_manifest(path)
-            assert manifest | fields == manifest
-    assert missed == len("crc32")
-
-
-@pytest.mark.parametrize("format", [{}, {"format": 1}, {"format": 3}])  # {}: before 0.2.0
-def test_checkpoints_of_another_format_are_refused(path, format):
-    manifest = checkpoint.read_manifest(path)
-    del manifest["format"], manifest["crc32"]
-    (path / "manifest.json").write_text(json.dumps(manifest | format))
-    line = f"has format {format.get('format', 1)}, not 2: use the version that wrote it"
-    with pytest.raises(checkpoint.PathError, match=line):
-        checkpoint.read_manifest(path)
-
-
-UNREADABLE = {  # manifest -> the error
-    '{"tokens": 5}': "the manifest's step is None, not an integer of at least 0",
-    '{"step": -1}': "the manifest's step is -1, not",
-    '{"step": 7}': "step-00000006 was renamed: it holds step 7, not 6",
-    '{"step": 6, "tokens": "many"}': "the manifest's tokens is 'many', not",
-}
-
-
-def save_with_manifest(
-    path: Path, manifest: dict, on_all_ranks=checkpoint.on_only_rank, **extra_files
-):
-    """Save on this rank or on all ranks; return the error."""
-    try:
-        checkpoint.save_state(path, {"a": torch.ones(2)}, manifest, extra_files, on_all_ranks)
-    except checkpoint.CheckpointError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("text", UNREADABLE)
-def test_an_invalid_manifest_is_not_saved(tmp_path, text):
-    path = checkpoint.step_path(tmp_path, 6)
-    assert UNREADABLE[text] in save_with_manifest(path, json.loads(text))
-    error = save_with_manifest(path, {"step": 6}, **{"../x": b""})
-    assert "'../x' is not the name of a file" in error
-    assert "not JSON serializable" in save_with_manifest(path, {"step": 6, "path": tmp_path})
-    assert not file_names(tmp_path)
-
-
-def save_with_steps(path: Path, *steps: int) -> str | None:
-    world = dist.start("cpu")
-    return save_with_manifest(path, {"step": steps[world.rank]}, dist.on_all_ranks)
-
-
-@pytest.mark.parametrize("steps, error", [((6, -1), "rank 1: "), ((-1, -2), "rank 0: ")])
-def test_a_manifest_that_one_rank_rejects_is_not_saved(pool, tmp_path, steps, error):
-    """If several ranks reject it, all ranks raise the error of the first one."""
-    path = tmp_path / "checkpoint"
-    first, second = pool(2, save_with_steps, path, *steps)
-    assert first == second == f"{error}the manifest's step is -1, not an integer of at least 0"
-    assert not path.exists()
-
 
 def save_alone(path: Path) -> str:
     """Return the error of a save without on_all_ranks."""
@@ -398,41 +120,6 @@ def test_a_save_without_on_all_ranks_is_refused(pool, tmp_path):
     line = "on several ranks, save_state needs on_all_ranks=dist.on_all_ranks"
     assert pool(2, save_alone, tmp_path / "checkpoint") == [line] * 2
     assert not file_names(tmp_path)
-
-
-def test_a_copy_of_checkpoint_py_saves_and_loads_alone(tmp_path):
-    """Each of three saves replaces the one before, under the same name."""
-    file = shutil.copy(checkpoint.__file__, tmp_path / "copied.py")
-    specification = importlib.util.spec_from_file_location("copied", file)
-    copied = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(copied)
-    path = str(tmp_path / "saved/latest")
-    for value in (1.0, 2.0, 3.0):
-        saved = {"a": {"weight": torch.full((2, 3), value)}, "b": torch.arange(3)}
-        loaded = {"a": {"weight": torch.zeros(2, 3)}, "b": torch.zeros(3, dtype=torch.int64)}
-        copied.save_state(path, saved, {"step": 5, "mine": {2: (3, 4), 10: 5}})
-        assert copied.verify(path) is None
-        copied.load_state(path, loaded)
-        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-    assert copied.read_manifest(Path(path))["mine"] == {"2": [3, 4], "10": 5}
-    assert file_names(tmp_path / "saved") == ["latest"]
-
-
-def test_retention_ignores_newer_checkpoints(tmp_path, one_rank):
-    """They did not verify when the run started: a save neither removes nor counts them."""
-    for step in range(1, 6):
-        path = checkpoint.step_path(tmp_path, step)
-        write_two_files(path)
-        change_manifest(path, step=step)
-    for name in (".step-00000001.tmp", ".step-00000009.damaged.tmp"):  # left by killed saves
-        (tmp_path / "checkpoints" / name).mkdir()
-    saver = Saver(tmp_path, False, 2, 0, timedelta(seconds=5))
-    for step, steps in {3: (2, 3, 4, 5), 4: (3, 4, 5), 7: (5, 7)}.items():
-        saver.save({"a": torch.ones(2)}, {"step": step})
-        assert saver.failure is None
-        left = checkpoint.list_checkpoints(tmp_path)
-        assert [checkpoint.step_of(path) for path in left] == list(steps)
-    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_removing_a_linked_checkpoint_keeps_its_target(tmp_path, one_rank):

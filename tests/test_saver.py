@@ -23,20 +23,6 @@ import train
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
-
-def test_keep_last_and_keep_every_leave_copies_of_the_user(run, tmp_path):
-    copies = ["step-00000001-copy", "step-000000002", "step-3"]
-    for name in copies:
-        copy = tmp_path / "run" / "checkpoints" / name
-        copy.mkdir(parents=True)
-        (copy / "manifest.json").write_text("{}")
-    out = run(1, "--max_steps 7 --save_interval 1 --keep_last 2 --keep_every 4")
-    kept = ["step-00000004", "step-00000006", "step-00000007"]
-    assert file_names(out / "checkpoints") == sorted([*copies, *kept])
-    assert [path.name for path in checkpoint.list_checkpoints(out)] == kept
-    assert [row["step"] for row in rows(out, "event")] == list(range(1, 8))
-
-
 EVERY_BIT = torch.arange(256, dtype=torch.uint8)  # every byte: also inf and nan
 
 
@@ -369,14 +355,3 @@ def test_a_run_and_its_checkpoints_survive_a_full_disk(on_ranks, small_disk):
     assert f"continuing from {saved[-1]}" in said
     assert len(checkpoint.list_checkpoints(out)) == 5
     assert not list((out / "checkpoints").glob(".*"))
-
-
-def test_a_run_whose_last_save_failed_ends_with_status_1(on_ranks, tmp_path):
-    """Here a file is in the place of the folder for checkpoints."""
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "checkpoints").touch()
-    ((status, said, err),) = on_ranks(1, listen, "--max_steps 2 --async_save")
-    assert status == 1 and "NOT SAVED: cannot write" in said and "step 2/2" in said
-    line = f"train.py: error: cannot write {out}/checkpoints/step-00000002: "
-    assert err.startswith(line) and err.count("\n") == 1

@@ -505,6 +505,37 @@ def test_a_change_anywhere_in_a_long_file_is_found(tmp_path):
     assert checkpoint.verify(path) is None
 
 
+def test_a_link_or_pipe_in_place_of_a_file_does_not_verify(tmp_path):
+    path = checkpoint.step_path(tmp_path, 1)
+    checkpoint.save_state(path, {"weight": torch.ones(3)}, {"step": 1})
+    for make in (
+        lambda: (path / RANK0).symlink_to(shutil.copy(path / "index.json", tmp_path)),
+        lambda: (path / RANK0).symlink_to("/dev/zero"),
+        lambda: os.mkfifo(path / RANK0),
+    ):
+        (path / RANK0).unlink()
+        make()
+        assert f"{RANK0} has " in checkpoint.verify(path)
+
+
+def test_a_changed_byte_of_a_manifest_is_found(tmp_path):
+    """Except in the word "crc32" itself, where a change leaves all other fields as they were."""
+    path = checkpoint.step_path(tmp_path, 1)
+    checkpoint.save_state(path, {"weight": torch.ones(3)}, {"step": 1, "tokens": 80})
+    fields = checkpoint.read_manifest(path)
+    del fields["crc32"]
+    contents = (path / "manifest.json").read_bytes()
+    missed = 0
+    for i, byte in enumerate(contents):
+        changed = contents[:i] + bytes([byte ^ 1]) + contents[i + 1 :]
+        (path / "manifest.json").write_bytes(changed)
+        if checkpoint.verify(path) is None:
+            missed += 1
+            manifest = checkpoint.read_manifest(path)
+            assert manifest | fields == manifest
+    assert missed == len("crc32")
+
+
 # --------------------------------------------------------------------------------------------------
 # What a checkpoint consists of
 
