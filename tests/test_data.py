@@ -70,56 +70,6 @@ class Bomb:
         return pytest.fail, ("the pickle was loaded",)
 
 
-def test_an_epoch_reads_each_window_once():
-    for size in (1, 2, 3, 7, 64, 1000, 1025):
-        for epoch in (0, 3):
-            numbers = range(epoch * size, (epoch + 1) * size)
-            assert sorted(data.window_of(n, size, 5) for n in numbers) == list(range(size))
-    assert 0 <= data.window_of(10**14 - 1, 10**14, 5) < 10**14  # too many windows for a table
-
-
-def test_the_order_of_windows_differs_by_seed_and_epoch():
-    order = [data.window_of(n, 1000, 5) for n in range(1000)]
-    assert order != [data.window_of(n, 1000, 6) for n in range(1000)]
-    assert order != [data.window_of(n, 1000, 5) for n in range(1000, 2000)]
-    assert abs(np.corrcoef(order, range(1000))[0, 1]) < 0.1
-    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
-
-
-@pytest.mark.parametrize("ranks, micro_batch", [(1, 2), (2, 1), (4, 2)])
-def test_each_sequence_is_read_once_per_epoch_by_one_rank(tmp_path, ranks, micro_batch):
-    write_folder(tmp_path / "tokens", 0, 250)
-    dataset = data.TokenDataset(data.open_folder(tmp_path / "tokens"), "train", 16, seed=5)
-    count, batch = len(dataset), 8
-    steps = range(1, 2 * count // batch + 2)
-    read = {step: [] for step in steps}
-    for rank in range(ranks):
-        indices = list(data.train_indices(steps, batch, micro_batch, rank, ranks))
-        per_step = batch // ranks // micro_batch
-        for i, part in enumerate(indices):
-            assert len(part) == micro_batch
-            read[1 + i // per_step] += part
-        # A run resumed after step 3 reads what an uninterrupted run reads from there on.
-        rest = data.train_indices(range(4, len(steps) + 1), batch, micro_batch, rank, ranks)
-        assert list(rest) == indices[3 * per_step :]
-    # Step s reads (s - 1) * B ... s * B - 1, whatever the number of ranks.
-    for step, part in read.items():
-        assert sorted(part) == list(range((step - 1) * batch, step * batch))
-    order = dataset[list(range(2 * count))][:, 0].tolist()
-    assert sorted(order[:count]) == sorted(order[count:]) == list(range(count))
-    assert order[:count] != order[count:]
-
-
-def test_validation_set_is_the_same_on_any_mesh():
-    spread = {7: [0, 14, 28, 43, 57, 72, 86], 3: [0, 33, 67]}  # over 101 windows, evenly
-    for count, micro_batch, ranks in ((7, 3, 1), (7, 3, 2), (7, 1, 4), (3, 2, 4)):
-        lists = [
-            list(data.val_indices(count, 101, micro_batch, rank, ranks)) for rank in range(ranks)
-        ]
-        assert len({len(part) for part in lists}) == 1  # the same number of forward passes
-        assert sorted(n for part in lists for batch in part for n in batch) == spread[count]
-
-
 def write_tokens(folder, train: np.ndarray, val: np.ndarray) -> None:
     meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
     for split, tokens in (("train", train), ("val", val)):
