@@ -151,26 +151,6 @@ def test_replicas_are_gathered_only_if_two_differ(pool):
         assert re.match(r"split has different bits on rank [13] \(.*\) than on rank [13] \(", line)
 
 
-def signal_one_rank(number: int, steps: int) -> list[bool]:
-    """Return what this rank was told in each step. Rank 1 gets a signal before step 2."""
-    world = dist.start("cpu")
-    should_stop = agreement.StopRequest(world)
-    told = []
-    for step in range(steps):
-        if step == 2 and world.rank == 1:
-            os.kill(os.getpid(), number)
-        told.append(should_stop.poll())
-    return told
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_one_rank_stops_all_in_the_same_step(pool, number):
-    """They stop one or two steps later, as rank 0 may have read the store before the signal."""
-    told, *others = pool(3, signal_one_rank, number, 6)
-    assert others == [told] * 2
-    assert told in ([False] * 3 + [True] * 3, [False] * 4 + [True] * 2)
-
-
 def test_a_run_under_nohup_outlives_its_terminal(pool):
     assert pool(1, start_under_nohup) == [True]
 

@@ -17,14 +17,13 @@ import pytest
 import torch
 from conftest import CPU, children, fork_ranks, resolve, wait_until
 
-import checkpoint
 import config
 import data
 import layout
 import train
 from config import POLICIES
 from model import ModelConfig
-from runtime import preflight, run_folder
+from runtime import run_folder
 from runtime.cli import UsageError
 from runtime.lock import try_lock
 
@@ -83,13 +82,6 @@ def begin(tmp_path):
     return call
 
 
-def place(start: SimpleNamespace) -> tuple:
-    """The step, the checkpoint with the full state, and the checkpoint with weights only."""
-    origin = start.origin
-    only_weights = origin.path if origin.only_weights else None
-    return origin.step, None if only_weights else origin.path, only_weights
-
-
 def changes(start: SimpleNamespace) -> list[str]:
     """The notes on flags that changed."""
     lines = [note.partition("changed: ")[2] for note in start.notes]
@@ -98,84 +90,6 @@ def changes(start: SimpleNamespace) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------
 # Where a run starts
-
-
-def test_a_run_continues_from_its_latest_valid_checkpoint(begin, tmp_path):
-    assert place(begin()) == (0, None, None)
-    good, newest = (save(tmp_path / "run", step) for step in (10, 20))
-    assert place(begin()) == (20, newest, None)
-    newest_of_all = save(tmp_path / "run", 30)
-    for path in (newest, newest_of_all):
-        os.truncate(path / "full.safetensors", 3)
-    start = begin()
-    assert place(start) == (10, good, None)
-    problem = "full.safetensors has 3 bytes, not 60,000"
-    assert start.origin.damaged == {newest_of_all: problem, newest: problem}
-
-
-@pytest.mark.parametrize(
-    "flag, where", [("resume", (10, True, False)), ("init_from", (0, False, True))]
-)
-def test_a_named_checkpoint_is_used_for_the_first_start_only(begin, tmp_path, flag, where):
-    """A named run stands for its latest valid checkpoint."""
-    named = save(tmp_path / "other", 10)
-    named_run = {flag: str(tmp_path / "other")}
-    step, *is_taken = where
-    for flags in (named_run, {flag: str(named)}):
-        assert place(begin(**flags)) == (step, *(named if taken else None for taken in is_taken))
-    own = save(tmp_path / "run", 15)
-    named.rename(tmp_path / "gone")
-    assert place(begin(**named_run)) == (15, own, None)
-
-
-def test_a_named_checkpoint_that_is_damaged_is_refused(begin, tmp_path):
-    newest = [save(tmp_path / "other", step) for step in (10, 20)][-1]
-    os.truncate(newest / "full.safetensors", 3)
-    line = f"no checkpoint to use: {newest}: full.safetensors has 3 bytes, not 60,000; restore"
-    for named in ("resume", "init_from"):
-        with pytest.raises(checkpoint.CheckpointError, match=line):
-            begin(**{named: str(tmp_path / "other")})
-
-
-def test_init_from_starts_a_new_run_with_other_data_and_flags(begin, tmp_path):
-    named = save(tmp_path / "other", 10, data="other", schedule="linear")
-    assert place(begin(init_from=str(named))) == (0, None, named)
-
-
-def test_init_from_refuses_weights_of_another_shape(begin, tmp_path):
-    for field, value in {"vocab_size": 256, "n_layer": 1, "n_head": 4}.items():
-        other = save(tmp_path / field, 10, model=MODEL | {field: value})
-        with pytest.raises(UsageError, match=f"has {field} {value}, and this run has .*: its wei"):
-            begin(init_from=str(other))
-
-
-def test_a_missing_model_field_gets_its_default(begin, tmp_path):
-    """A checkpoint may be older than the field."""
-    save(tmp_path / "run", 10)
-    assert begin().origin.step == 10
-    named = save(tmp_path / "other", 10)
-    assert place(begin(init_from=str(named), out=str(tmp_path / "new"))) == (0, None, named)
-    save(tmp_path / "run", 20, model={**MODEL, "norm_eps": 1e-6})
-    assert begin().run.model_config.norm_eps == 1e-6  # a field that no flag sets
-
-
-def test_an_evaluation_uses_the_settings_of_the_run(begin, tmp_path):
-    path = save(tmp_path, 10, {"micro_batch_size": 3}, dtype="bfloat16", eval_sequences=7)
-    run = {"eval_only": True, "out": str(tmp_path)}
-
-    def evaluated(**flags) -> tuple:
-        not_given = {"data": None, "eval_sequences": None, "dtype": None}
-        found = begin(**run, **not_given | flags).run
-        return found.dtype, found.data, found.eval_sequences, found.micro_batch_size
-
-    assert evaluated() == ("bfloat16", "tokens/a", 7, 3)
-    given = {"dtype": "float32", "data": "tokens/b", "eval_sequences": 5, "micro_batch_size": 1}
-    assert evaluated(**given) == ("float32", "tokens/b", 5, 1)
-    saved = json.loads((path / "manifest.json").read_text())
-    imported = {name: saved[name] for name in ("format", "step", "files", "model")}  # by tools.hf
-    (path / "manifest.json").write_text(json.dumps(imported))
-    with mock.patch.object(preflight, "prepare_builtin"):
-        assert evaluated()[1:] == ("tokens/python", 512, 8)  # the dtype depends on the machine
 
 
 @pytest.mark.parametrize("flag, seq_len", [("resume", 16), ("init_from", 8)])
@@ -218,26 +132,6 @@ def test_a_change_that_makes_another_run_is_refused(begin, tmp_path):
         "the data's fingerprint other -> abc",
     ):
         assert change in line
-
-
-def test_a_damaged_checkpoint_never_causes_a_fresh_start(begin, tmp_path):
-    path = save(tmp_path / "run", 10)
-    for name in ("full.safetensors", "manifest.json"):
-        (path / name).unlink()
-        with pytest.raises(checkpoint.CheckpointError, match=f"{path}: .*{name} is missing"):
-            begin()
-
-
-def test_a_run_whose_checkpoints_are_missing_does_not_start_over(begin, tmp_path):
-    log = tmp_path / "run/metrics.jsonl"
-    log.parent.mkdir()
-    failed = {"step": 2, "event": "checkpoint_failed", "time": "noon", "path": "there"}
-    lines = [{"step": 1, "loss": 5.5}, failed]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '12\n{"step')
-    assert place(begin()) == (0, None, None)  # stopped before its first save
-    log.write_text(json.dumps(failed | {"step": 250, "event": "checkpoint"}) + "\n")
-    with pytest.raises(UsageError, match="its checkpoint of step 250 is missing: restore it"):
-        begin()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,43 +200,11 @@ def test_a_flag_unknown_to_this_code_is_refused(begin, tmp_path):
     assert changes(begin()) == []
 
 
-def test_flags_are_compared_after_their_defaults_are_resolved(begin, tmp_path):
-    save(tmp_path / "run", 10, lr=0.5 / 32, warmup_steps=50, dtype="float32")
-    assert changes(begin()) == []
-    with pytest.raises(UsageError, match="--dtype float32 -> bfloat16"):
-        begin(dtype="bfloat16")
-    with pytest.raises(UsageError, match="--schedule linear -> cosine"):
-        begin(schedule="cosine")
-
-
 # --------------------------------------------------------------------------------------------------
 # Flags that are not typed
 
 
 NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", "data", "dtype"))
-
-
-def test_a_run_continues_with_its_saved_flags(begin, tmp_path):
-    """Also a run whose manifests have no typed flags: before 2026-11-24 none had."""
-    save(tmp_path / "run", 10, lr=0.25, schedule="cosine", max_steps=20, weight_decay=0.1)
-    start = begin(**NOT_TYPED, max_steps=30)
-    assert changes(start) == ["--max_steps 20 -> 30"]
-    run = start.run
-    assert (run.lr, run.schedule, run.global_batch_size) == (0.25, "cosine", 8)
-    assert (run.dtype, run.d_model, run.data, run.seed) == ("float32", 32, "tokens/a", 0)
-    assert {"lr", "schedule", "max_steps"} <= run.flags.keys()
-    assert run.flags.keys().isdisjoint({"warmup_steps", "weight_decay"})  # equal to the defaults
-
-
-def test_a_run_without_a_checkpoint_restarts_with_its_flags(begin, tmp_path):
-    """It also restarts from the weights of another run, which only the first start named."""
-    named = save(tmp_path / "other", 10)
-    first = begin(init_from=str(named), lr=0.25, max_steps=20).run
-    out = tmp_path / "run"
-    run_folder.record_start(out, first.manifest, TWO_RANKS, 0, datetime(2026, 11, 24, tzinfo=UTC))
-    again = begin(**NOT_TYPED, max_steps=30)
-    assert place(again) == (0, None, named)
-    assert (again.run.lr, again.run.max_steps, again.run.d_model) == (0.25, 30, 32)
 
 
 def test_a_flag_value_unknown_to_this_code_is_reported(begin, tmp_path):

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from unittest import mock
 
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from conftest import (
     ROOT,
     build_run,
-    call_train,
     contents,
     documented_fields,
     last_checkpoint,
@@ -35,7 +33,6 @@ import checkpoint
 import model
 import optim
 import train
-from runtime import run_folder
 
 
 def test_the_command_of_the_readme_trains(tmp_path):
@@ -58,18 +55,6 @@ def test_the_command_of_the_readme_trains(tmp_path):
     (evaluation,) = rows(tmp_path / "runs/tiny", "val_loss")
     fields = documented_fields("reference.md", "rows | fields", "evaluation")
     assert evaluation.keys() == fields | {"time"}
-
-
-def test_only_an_evaluation_may_use_a_folder_in_use(run, on_ranks):
-    out = run(1, "--max_steps 1")
-    with run_folder.hold_lock(out):
-        for status, said, err in on_ranks(2, listen, "--max_steps 2"):
-            assert (status, said, err.count("\n")) == (2, "", 1)
-            assert f"--out {out} is in use by host " in err and f"process {os.getpid()}:" in err
-        assert on_ranks(1, call_train, "--max_steps 2 --eval_only") == [0]
-    ((status, said, _),) = on_ranks(1, listen, "--max_steps 2")
-    assert status == 0 and "changed: --max_steps 1 -> 2\n" in said
-    assert f"continuing from {out}/checkpoints/step-00000001" in said
 
 
 def test_a_start_on_a_full_disk_leaves_nothing(on_ranks, small_disk):
@@ -306,56 +291,6 @@ def test_a_finished_run_is_left_unchanged(run, on_ranks, tmp_path):
     line = f"--max_steps 2 leaves no step to train: {path} was saved at step 2; raise --max_steps\n"
     assert (status, said) == (0, line)
     assert contents(tmp_path) == before
-
-
-class FakeTracker:
-    """The part of wandb that nanoshard uses; keeps what it is given."""
-
-    def __init__(self, fails_after: int = 1000):
-        self.left = fails_after
-        self.opened = []
-        self.sent = []
-
-    def init(self, **options):
-        self.opened.append(options)
-        return self
-
-    def log(self, numbers: dict, step: int) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise ConnectionError("no network")
-        self.sent.append((step, numbers))
-
-
-def train_with(argv: list[str], tracker: FakeTracker | None):
-    """What `listen` returns, and the tracker, which counts as installed unless it is None."""
-    with mock.patch.dict(sys.modules, wandb=tracker):
-        return listen(argv), tracker
-
-
-def test_wandb_gets_the_numbers_of_each_row_until_it_fails(on_ranks, tmp_path):
-    out = tmp_path / "run"
-    text = "--strategy fsdp --tracker wandb --max_steps"
-    ((status, _, err), tracker), (_, other) = on_ranks(2, train_with, f"{text} 2", FakeTracker())
-    assert (status, err, other.opened) == (0, "", [])
-    (options,) = tracker.opened
-    assert options["id"].startswith("run-20") and options["config"]["tracker"] == "wandb"
-    assert [step for step, _ in tracker.sent] == [1, 2, 2]
-    assert tracker.sent[0][1]["loss"] == rows(out)[0]["loss"]
-    assert tracker.sent[2][1] == {"val_loss": rows(out, "val_loss")[0]["val_loss"]}
-
-    # The next start continues the tracker's run, whose id has the time of the first start.
-    start = json.loads((out / "starts.jsonl").read_text()) | {"time": "2020-01-01T00:00:00+00:00"}
-    (out / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    failing = FakeTracker(fails_after=1)
-    ((status, said, err), again), _ = on_ranks(2, train_with, f"{text} 5", failing)
-    assert (status, err, len(again.sent)) == (0, "", 1)
-    assert again.opened[0]["id"].startswith("run-2020")
-    line = "--tracker failed and is off until the next start: ConnectionError('no network')\n"
-    assert said.count(line) == said.count("no network") == 1
-    assert len(rows(out)) == 5
-    ((status, said, err), _), _ = on_ranks(2, train_with, f"{text} 6", None)
-    assert (status, err) == (0, "") and "--tracker failed and is off " in said  # not installed
 
 
 @pytest.mark.slow
