@@ -136,7 +136,7 @@ def load_state(
     replicas: ProcessGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill the tensors of `state` in place, from a checkpoint of any mesh and format.
+    """Fill the tensors of `state` in place, from a checkpoint of any mesh.
 
     A mesh only decides how a tensor is cut: by rows (fsdp), by rows or columns (tp) or not at all.
     On disk, a chunk is identified by the name of its tensor and the indices at which it starts in
@@ -305,7 +305,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of the checkpoint `path`. Manifests of older versions have no "crc32".
+    """The manifest of the checkpoint `path`.
 
     Raises CheckpointError if it is missing, changed or damaged, or if the folder was renamed, and
     PathError if its format is not FORMAT.
@@ -315,10 +315,10 @@ def read_manifest(path: Path) -> dict:
         if not (path / "manifest.json").exists():
             raise CheckpointError(f"{incomplete} missing")
         manifest = json.loads((path / "manifest.json").read_bytes())
-        if "crc32" in manifest and manifest["crc32"] != seal(manifest)["crc32"]:
+        if manifest.get("crc32") != seal(manifest)["crc32"]:
             raise CheckpointError(f"{path}/manifest.json {CHANGED}")
         check_manifest(path, manifest)
-    version = manifest.get("format", 1)
+    version = manifest.get("format")
     if version != FORMAT:
         raise PathError(f"{path} has format {version}, not {FORMAT}: use the version that wrote it")
     return manifest
@@ -496,7 +496,7 @@ def save_state(
     parts          {name: values} to write instead of this rank's parts, for example copies of them
     index          the result of an earlier `choose_writers` for this state
 
-    Raises CheckpointError on all ranks if one of them fails.
+    Raises CheckpointError on a rank that fails, and what on_all_ranks raises on the others.
     """
     path = Path(path)
     extra_files = extra_files or {}

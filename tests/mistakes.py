@@ -9,7 +9,7 @@ import checkpoint
 from text import tokenizer
 from tools import hf
 
-RANKS = "tokenizer.llama3.tiktoken"  # the name of a file that version 0.2 could read
+RANKS = "tokenizer.llama3.tiktoken"  # the name of a file of ranks, which is not read
 
 
 def write_folders(root: Path, tokens: Path) -> None:

@@ -3,7 +3,6 @@
 MISTAKES has a row for each family of errors. {...} is a folder that mistakes.py writes.
 """
 
-import contextlib
 import importlib
 import os
 import shlex
@@ -13,9 +12,7 @@ from unittest import mock
 import mistakes
 import pytest
 import torch
-from conftest import ROOT, call_train, contents, flags, listen
-
-from text import sources
+from conftest import call_train, contents, flags, listen
 
 # Arguments, part of the line after "COMMAND: error: ", and the exit status if it is not 2
 MISTAKES = {
@@ -172,29 +169,6 @@ def test_a_mistake_only_prints_one_error_line(case, folders, tokens):
     assert err.startswith(f"{name}: error: ")
     assert line.format(**folders) in err
     assert contents(root) == before
-
-
-def listen_without_data(argv: list[str], folder: Path) -> tuple[int, str, str]:
-    """Run train.py in a folder without the built-in data, which is made from one file only."""
-    with (
-        mock.patch.object(sources, "builtin_sources", lambda: [ROOT / "train.py"]),
-        contextlib.chdir(folder),
-    ):
-        return listen(argv)
-
-
-@pytest.mark.parametrize("mistake", ["--global_batch_size 7", "--out other --data tokens/python"])
-def test_a_rejected_start_leaves_no_builtin_data(pool, folders, tmp_path, mistake):
-    (tmp_path / "other").symlink_to(folders["other"])
-    argv = flags(f"--out new --max_steps 2 {mistake}")
-    (status, out, err), _ = pool(2, listen_without_data, argv, tmp_path)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "tokens/python: " in out  # it was prepared
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    accepted = flags("--out new --max_steps 1")
-    (status, _, err), _ = pool(2, listen_without_data, accepted, tmp_path)
-    assert (status, err) == (0, "")
-    assert (tmp_path / "tokens/python/train.bin").exists()
 
 
 def test_every_rank_reports_a_mesh_that_does_not_fit(on_ranks):

@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_program_is_refused(run, capsys):
 
 
 def test_a_tokenizer_is_read_only_from_its_checkpoint(with_file, tmp_path, capsys):
-    """Until 2026-11-21 a manifest had an absolute path, and a manifest may be hostile."""
+    """The manifest of a hostile checkpoint names another file."""
     run = shutil.copytree(with_file, tmp_path / "run")
     path = last_checkpoint(run)
     inside = path / "tokenizer.json"

@@ -54,7 +54,7 @@ def load_encoding(name: str) -> "tiktoken.Encoding | JsonEncoding":
     if path.suffix != ".json":
         raise TokenizerError(
             f"--tokenizer {path} is not a tokenizer.json: prepare the data with the tokenizer.json "
-            "of the same model (.tiktoken files are not read since version 0.3)"
+            "of the same model"
         )
     try:
         return load_json(path, contents)
@@ -71,8 +71,7 @@ def find_in_folder(path: Path, name: str, vocab_size: int) -> str:
     Raises TokenizerError, also if the tokenizer does not have vocab_size tokens.
     """
     if name not in ("bytes", "gpt2"):
-        # Older manifests contain the path of the file in a token folder.
-        file = path / Path(name).name
+        file = path / Path(name).name  # a hostile manifest may name a file outside of its folder
         if not file.is_file():
             raise TokenizerError(
                 f"the tokenizer of {path} is missing: there is no {file}; copy the file there"
