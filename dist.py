@@ -10,12 +10,13 @@ forward pass together. Ranks of different tp groups read different data: dp_rank
 replicate_rank * S + shard_rank is unique for each group and covers 0 ... R * S - 1.
 """
 
+import ctypes
 import itertools
 import os
-import pkgutil
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -122,28 +123,133 @@ def dp_rank(mesh: DeviceMesh) -> int:
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
 
 
+# --------------------------------------------------------------------------------------------------
+# Joining the other ranks
+
+RENDEZVOUS_ERRORS = (torch.distributed.DistNetworkError, torch.distributed.DistStoreError)
+# What launchers other than torchrun tell each of several processes: how many there are
+NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def refuse_other_launchers() -> None:
+    """Raise MeshError in one of several processes that torchrun did not start.
+
+    Without this, each of them would train alone, in a run of one process.
+    """
+    if is_torchruns():
+        return
+    for name in NUMBERS_OF_PROCESSES:
+        number = os.environ.get(name, "1")
+        if number != "1":
+            raise MeshError(
+                f"{name} is {number}, but torchrun did not start this process: start the ranks "
+                "with torchrun --nproc_per_node N; under Slurm, one torchrun per node: srun "
+                "--ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc_per_node N "
+                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id $SLURM_JOB_ID"
+            )
+
+
+def is_torchruns() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def start(
     device: str = "cpu",
     timeout: timedelta = torch.distributed.default_pg_timeout,
+    join_timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
 
-    device      "cpu", "cuda" for the GPU of this local rank, or one GPU, such as "cuda:0"
-    backend     "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for these
+    There is always a group, so that no code needs a special case for one process.
 
-    train.py calls runtime.launch.start, which also reports why ranks cannot connect.
+    device          "cpu", "cuda" for the GPU of this local rank, "auto" for it if there are GPUs,
+                    or one GPU, such as "cuda:0"
+    timeout         of collectives
+    join_timeout    of finding the other ranks (default: `timeout`)
+    backend         "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for them
+
+    Raises MeshError, and ConnectionError if the ranks do not find each other.
     """
-    if "RANK" in os.environ:
-        store, rank, size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    else:
-        store, rank, size = torch.distributed.HashStore(), 0, 1
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
-    world = World(rank, size, local_rank, local_size, place, timeout, store.clone(), backend)
-    join_group(world, store)
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    if is_torchruns():
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    place = find_device(device, local_rank, local_size)
+    prepare_process(place)
+    try:
+        store = find_store(rank, join_timeout or timeout)
+        # Cloned now: cloning connects to the store's server, which may have ended later.
+        clone = store.clone()
+        world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
+        join_group(world, store)
+    except RENDEZVOUS_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(
+            f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {meeting_point()}: {reason}"
+        ) from None
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        raise MeshError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} names no network interface "
+            "of this host: ip addr lists them; gloo takes their names, and not NCCL's ^"
+        ) from None
     return world
+
+
+def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of this process (see `start`). Raises MeshError."""
+    gpus = torch.cuda.device_count()
+    if name not in ("auto", "cuda"):
+        return torch.device(name)
+    if name == "auto" and not gpus:
+        return torch.device("cpu")
+    if not gpus:
+        raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    if local_size > gpus:
+        raise MeshError(
+            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
+            f"use --nproc_per_node {gpus}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def prepare_process(device: torch.device) -> None:
+    """Set this process's end and its environment, before it joins a group."""
+    if is_torchruns() and sys.platform == "linux":
+        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun, which started it, dies.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # Make gloo connect two ranks when one first sends to the other. By default, each of N ranks
+    # reads N address lists of 154 + 8 N bytes from the store at the start: 552 GB for N = 4,096.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # A request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
+    # would find it again after a restart, and end the new and healthy attempt.
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if device.type == "cuda" and may_restart:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
+def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
+    """Return the store in which torchrun's ranks find each other, or one for a single process."""
+    if not is_torchruns():
+        return torch.distributed.HashStore()
+    # torchrun --max-restarts keeps its store and, in it, the addresses of ranks that died. So torch
+    # prefixes keys with the attempt. Agents that joined later count fewer attempts: if hosts come
+    # and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    store = torch.distributed.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+    if store.add(f"joined {rank}", 1) > 1:
+        raise MeshError(
+            f"another run uses MASTER_ADDR:MASTER_PORT, {meeting_point()}, and has a rank {rank}: "
+            "give torchrun another --master-port, or another --rdzv-endpoint"
+        )
+    return store
+
+
+def meeting_point() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def join_group(world: World, store: torch.distributed.Store) -> None:
@@ -317,16 +423,18 @@ def materialize(
 
 
 class RankError(RuntimeError):
-    """An exception of another rank whose class this rank cannot import or construct."""
+    """An exception of another rank, with the text and the exit status of that exception."""
 
-    exit_status = 1
+    def __init__(self, text: str, exit_status: int = 1):
+        super().__init__(text)
+        self.exit_status = exit_status
 
 
 def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = None) -> list:
     """Call `function` on each rank of the group; return the results of all ranks, by rank.
 
     If a rank raises, or its result cannot be pickled, all ranks raise, so that none waits forever.
-    The lowest rank that failed raises its own exception; other ranks raise its class and text.
+    The lowest rank that failed raises its own exception, and other ranks raise a RankError.
     """
     error = None
     outcomes = [None] * torch.distributed.get_world_size(group)
@@ -334,56 +442,55 @@ def on_all_ranks(function: Callable, *arguments, group: ProcessGroup | None = No
         torch.distributed.all_gather_object(outcomes, (function(*arguments), None), group)
     except Exception as exception:  # nothing was sent yet: pickling comes first
         error = exception
-        torch.distributed.all_gather_object(outcomes, (None, class_and_text(error)), group)
+        torch.distributed.all_gather_object(outcomes, (None, text_and_status(error)), group)
     for rank, (_, sent) in enumerate(outcomes):
         if sent and rank == torch.distributed.get_rank(group):
             raise error
         if sent:
-            raise exception_of(*sent) from error
+            raise RankError(*sent) from error
     return [result for result, _ in outcomes]
 
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """A context that raises on all ranks if its block raises on one. Leaving it is a collective."""
-    outcome = Future()  # its result() raises what the block has raised
+    error = None
     try:
         yield
-        outcome.set_result(None)
-    except Exception as error:
-        outcome.set_exception(error)
-    on_all_ranks(outcome.result)
+    except Exception as exception:
+        error = exception
+
+    def raise_error() -> None:
+        if error:
+            raise error
+
+    on_all_ranks(raise_error)
 
 
 def on_rank0(function: Callable, *arguments):
-    """Call `function` on rank 0; return its result, or raise its exception, on all ranks."""
+    """Call `function` on rank 0; return its result on all ranks.
+
+    If it raises, or its result cannot be pickled, rank 0 raises the exception, and other ranks
+    raise a RankError.
+    """
     is_rank0 = torch.distributed.get_rank() == 0
-    outcome = [None, None]  # the result; the class and the text of the exception
+    outcome = [None, None]  # the result; the text and the exit status of the exception
     try:
         if is_rank0:
             outcome[0] = function(*arguments)
         torch.distributed.broadcast_object_list(outcome)
     except Exception as error:  # nothing was sent yet: pickling comes first
         if is_rank0:
-            torch.distributed.broadcast_object_list([None, class_and_text(error)])
+            torch.distributed.broadcast_object_list([None, text_and_status(error)])
         raise
     result, sent = outcome
     if sent:
-        raise exception_of(*sent)
+        raise RankError(*sent)
     return result
 
 
-def class_and_text(error: Exception) -> tuple[str, str, str]:
-    """Return the module and name of the exception's class, and its text, as strings to send."""
-    return type(error).__module__, type(error).__qualname__, str(error)
-
-
-def exception_of(module: str, name: str, text: str) -> Exception:
-    """Return an exception of this class and text, or a RankError if that is not possible."""
-    with suppress(Exception):
-        error_class = pkgutil.resolve_name(f"{module}:{name}")
-        error = error_class.__new__(error_class)  # __init__ may need unknown arguments
-        error.args = (text,)
-        if str(error) == text:
-            return error
-    return RankError(f"{name.rpartition('.')[2]}: {text}")
+def text_and_status(error: Exception) -> tuple[str, int]:
+    """Return what a RankError says about an exception; for a bug, also the name of its class."""
+    is_expected = hasattr(error, "exit_status") or isinstance(error, OSError)
+    text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+    return text, getattr(error, "exit_status", 1)

@@ -320,8 +320,6 @@ def find_useful_seconds(row: dict, first_start: float) -> float:
     """The useful seconds of a resumed run up to `row`, its last training row."""
     # Without starts.jsonl, this start counts as the first. The row is older: no steps count so far.
     age = max(0.0, datetime.fromisoformat(row["time"]).timestamp() - first_start)
-    if "useful_seconds" not in row:  # written by an older version
-        return row["goodput"] * age
     return min(row["useful_seconds"], age)
 
 
@@ -437,6 +435,11 @@ class Log:
         if blocking_seconds < seconds:
             line += f", of which training waited {blocking_seconds:.2f} s"
         self.say(line, step)
+
+    def end(self, step: int, end: str, error: str | None = None) -> None:
+        """Write the last row of a start, for scripts: it "finished", "stopped" or "failed"."""
+        row = {"step": step, "end": end, "time": datetime.now().astimezone().isoformat()}
+        self.append("metrics.jsonl", [row | {"error": error} if error else row])
 
     # Output
 

@@ -20,7 +20,7 @@ import data
 import dist
 from layout import Run
 from model import ModelConfig, Transformer, eval_mode
-from runtime import cli, launch, run_folder
+from runtime import cli, run_folder
 from runtime.machine import keep_freed_memory, read_machine
 from runtime.preflight import read_model
 from runtime.watchdog import Watchdog
@@ -245,15 +245,13 @@ def sample(args: argparse.Namespace, device: torch.device) -> None:
 def main(argv: list[str]) -> int:
     def command() -> None:
         args = build_parser().parse_args(argv)
-        device = launch.start(args.device).device
+        device = dist.find_device(args.device, local_rank=0, local_size=1)
         if device.type == "cpu":
             keep_freed_memory()  # each token needs the same buffers again
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:
             raise cli.RunError(str(error)) from None
-        finally:
-            torch.distributed.destroy_process_group()
 
     return cli.execute("sample.py", command)
 

@@ -14,7 +14,7 @@ Start with `command`, `train` and `train_step`. Where to look for the rest:
     the flags, and values derived from them    config.Config, layout.resolve
     FSDP units                                 layout.choose_wrap, fsdp_units
     tensor parallelism, tied embeddings        model.Transformer.tensor_parallel_plan
-    how the ranks find each other              runtime.launch.start
+    how the ranks find each other              dist.start
     a rank that dies or hangs                  runtime.watchdog.Watchdog
     adding an optimizer, model field, column   docs/forking.md
 """
@@ -56,13 +56,12 @@ import optim
 from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, launch, preflight, run_folder, startup_lines
+from runtime import agreement, cli, preflight, run_folder, startup_lines
 from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
 from runtime.preflight import Origin
 from runtime.profiling import Profiler
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog
-from sample import closing_sample
 
 # --------------------------------------------------------------------------------------------------
 # The run
@@ -71,11 +70,12 @@ from sample import closing_sample
 def command(argv: list[str]) -> int:
     """Resolve the command line into a run; train or evaluate it; return the exit status."""
     flags = config.parse(argv)
+    dist.refuse_other_launchers()
     timeout = config.flag_value(flags, "timeout")
     # Collectives get more time: a rank may wait in one while another rank compiles or saves.
     collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
     device = config.flag_value(flags, "device")
-    world = launch.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
+    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     # If a rank dies or hangs, the watchdog ends all ranks. torchrun --max-restarts or a scheduler
     # restarts them, and they continue from the latest valid checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, timeout)
@@ -89,7 +89,7 @@ def command(argv: list[str]) -> int:
         origin = preflight.find_origin(flags, world)
         data_path = layout.take_over(flags, origin)["data"]
         if data_path == config.BUILTIN:
-            dist.on_rank0(held.enter_context, preflight.builtin_data())
+            dist.on_rank0(preflight.prepare_builtin)
         machine = dist.on_rank0(read_machine, world)
         with dist.raise_on_all_ranks():
             folders = data.open_folders(data_path)
@@ -104,7 +104,7 @@ def command(argv: list[str]) -> int:
             # Refuse hardware that only emulates bfloat16, unless --dtype was given.
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
-        status = train(run, origin, folders, world, watchdog, notes)
+        status = train(run, origin, folders, world, watchdog, notes, on_exit=held.push)
         torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
     torch.distributed.destroy_process_group()
     return status
@@ -119,11 +119,13 @@ def train(
     notes: Iterable[str] = (),
     handle_signals: bool = True,
     after_load: Callable[["State"], None] | None = None,
+    on_exit: Callable[[Callable], None] | None = None,
 ) -> int:
     """Build and load the model, then train, evaluate and save; return the exit status.
 
     `notes` are printed at the start. `after_load` (for tools.check) is called with the state,
-    before the ranks compare their weights.
+    before the ranks compare their weights. `on_exit`, an ExitStack's push, registers a function
+    that writes to the log with which error the run ends.
 
     In a step the host queues work and does not wait for the device. Batches are copied from pinned
     memory, gradients are clipped and updates skipped by tensors on the device (optim.Optimizer),
@@ -181,6 +183,8 @@ def train(
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
     rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
     log = metrics.Log(out, run, rates, origin.step, origin.first_start or started)
+    if on_exit:
+        on_exit(functools.partial(record_failure, log, state))
     profiler = None
     if run.profile:
         window = config.profile_window(run.profile)
@@ -241,7 +245,10 @@ def train(
     log.say(log.goodput())
     if stop:
         return report_stop(run, state.step, log)
+    log.end(state.step, "finished")
     if run.sample_tokens:
+        from sample import closing_sample
+
         watchdog.progress(state.step, "sampling", slow=True, status=0)  # 0: the run is complete
         text = closing_sample(forward, folders[0], run, world, watchdog)
         log.say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
@@ -470,6 +477,7 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
     continues = "" if run.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
     log.say(line)
+    log.end(step, "stopped")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's report on each host shows it once
         cli.write_root_cause(line)
     # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. With --max-restarts, torchrun
@@ -478,8 +486,13 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
     return 0 if will_restart else os.EX_TEMPFAIL
 
 
+def record_failure(log: metrics.Log, state: State, kind: type | None, error, traceback) -> None:
+    """Write to the log that the run has failed, if it has. For an ExitStack."""
+    if kind and issubclass(kind, Exception):  # not the Ctrl-C that ends a run at once
+        log.end(state.step, "failed", str(error).partition("\n")[0])
+
+
 def main(argv: list[str]) -> int:
-    launch.read_slurm()
     return cli.execute("train.py", command, argv)
 
 

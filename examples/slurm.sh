@@ -1,24 +1,40 @@
 #!/bin/bash
-# Train on 4 nodes of 8 GPUs, one task per GPU, and continue after each time limit until the run is
-# finished. From the project's folder:
+# Train on 4 nodes of 8 GPUs, with one torchrun per node, and continue after each time limit until the
+# run is finished. From the project's folder, with the folder of the run first:
 #
-#     sbatch examples/slurm.sh --strategy hsdp --data tokens/web ...
+#     sbatch examples/slurm.sh runs/web --strategy hsdp --data tokens/web ...
 #
-# By default Slurm gives each task one core, for the run's threads, loader workers, NCCL and saves.
-# Set --cpus-per-task to a task's share of the node's cores.
-#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --mem=0
+# By default Slurm gives a task one core, which its 8 ranks, their loader workers, NCCL and saves would
+# share. Set --cpus-per-task to the node's cores, and RANKS_PER_NODE for nodes without 8 GPUs.
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
+out=$1
+shift
+last_row() { tail -n 1 "$out/metrics.jsonl" 2> /dev/null; }
+before=$(last_row)
+
 # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# If a cluster's default is 1, the first rank that exits would terminate the other ranks, and srun
-# would exit with 143.
-srun --kill-on-bad-exit=0 python train.py "$@"
+# torchrun passes on only the signals named here, and kills ranks that have not saved when the time for
+# their end is over. If a cluster's default for --kill-on-bad-exit is 1, the first node to end would
+# terminate the others.
+srun --kill-on-bad-exit=0 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${RANKS_PER_NODE:-8}" \
+    --rdzv-backend c10d --rdzv-endpoint "$first_host:$((20000 + SLURM_JOB_ID % 10000))" \
+    --rdzv-id "$SLURM_JOB_ID" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
+    --shutdown-timeout 110 train.py --out "$out" "$@"
 status=$?
-# Status 75: stopped and saved. --requeue alone only requeues a job that has lost a node.
-[ $status = 75 ] && scontrol requeue $SLURM_JOB_ID
+
+# torchrun does not pass on the status 75 of a run that stopped and saved, but each end of a run writes a
+# row. A start that wrote none was refused, and would be refused again. --requeue alone only requeues a
+# job that has lost a node.
+case $(last_row) in
+    "$before" | *'"end": "finished"'* | *'"end": "failed"'*) ;;
+    *) scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit $status

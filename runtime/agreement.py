@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import os
 import signal
 import socket
 from collections.abc import Iterable
@@ -43,15 +42,16 @@ class StopRequest:
         self.signalled = False
         if not handle_signals:
             return
-        # Ctrl-C; torchrun and schedulers; Slurm, before its time limit; a closing terminal
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # Ctrl-C; torchrun and schedulers; schedulers, before a time limit; a closing terminal
+        to_the_limit = (signal.SIGUSR1, signal.SIGUSR2)
+        for number in (signal.SIGINT, signal.SIGTERM, *to_the_limit, signal.SIGHUP):
             # Under nohup, SIGHUP is ignored: then the run outlives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True
-        if "RANK" not in os.environ:  # torchrun forwards the Ctrl-C that the terminal sends as well
+        if not dist.is_torchruns():  # torchrun forwards the Ctrl-C that the terminal sends as well
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

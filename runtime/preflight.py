@@ -4,17 +4,13 @@
 this start. Later, train.check_ranks_agree compares the weights of the ranks.
 """
 
-import contextlib
 import dataclasses
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 import checkpoint
 import dist
-import prepare
 from config import (
     BUILTIN,
     DEFAULTS,
@@ -29,7 +25,6 @@ from metrics import read_log
 from model import ModelConfig
 from runtime import run_folder
 from runtime.cli import UsageError
-from text import tokenizer
 
 # --------------------------------------------------------------------------------------------------
 # The checkpoint that a start uses
@@ -54,23 +49,16 @@ NEW_RUN = Origin()
 
 
 def recorded_flags(manifest: dict) -> dict:
-    """Return the flags that were typed, from a manifest or a row of starts.jsonl."""
-    if "flags" in manifest:
-        return manifest["flags"]
-    # Until 2026-11-24, a manifest contained all flags, with None or "auto" for computed defaults.
-    flags = {}
-    for name, value in (manifest.get("config") or {}).items():
-        if value is not None and value != DEFAULTS.get(name):
-            flags[name] = value
-    return flags
+    """Return the flags that were typed, from a manifest or a row of starts.jsonl.
+
+    tools.hf writes manifests without flags.
+    """
+    return manifest.get("flags", {})
 
 
 def recorded_values(manifest: dict) -> dict:
     """Return the values of the flags that a manifest or a row of starts.jsonl records."""
-    values = dict(manifest.get("config") or {})
-    for name in ("strategy", "micro_batch_size", "dtype"):  # until 2026-11-24
-        values[name] = manifest.get(name, values.get(name))
-    return without_computed(values)
+    return without_computed(manifest.get("config", {}))
 
 
 def without_computed(values: dict) -> dict:
@@ -287,27 +275,14 @@ def check_weights(origin: Origin, model: dict) -> None:
 
 def check_tokenizer(folder: TokenFolder) -> None:
     """Load the tokenizer file of a token folder. Raises TokenizerError."""
+    from text import tokenizer  # most token folders have no such file
+
     tokenizer.find_in_folder(folder.path.absolute(), folder.tokenizer_name, folder.vocab_size)
 
 
-def prepare_builtin() -> bool:
-    """Prepare the built-in data unless it exists; return whether this call prepared it."""
-    is_missing = not Path(BUILTIN).exists()
-    if is_missing:
+def prepare_builtin() -> None:
+    """Prepare the built-in data unless it exists."""
+    if not Path(BUILTIN).exists():
+        import prepare  # other data needs neither this file nor those of text/
+
         prepare.prepare(None, Path(BUILTIN))
-    return is_missing
-
-
-@contextlib.contextmanager
-def builtin_data() -> Iterator[None]:
-    """Prepare the built-in data unless it exists; remove it again if the start is rejected."""
-    is_new = prepare_builtin()
-    try:
-        yield
-    except Exception as error:
-        is_rejected = getattr(error, "exit_status", None) == UsageError.exit_status
-        if is_new and is_rejected:
-            shutil.rmtree(BUILTIN)
-            with contextlib.suppress(OSError):  # the parent contains other data
-                Path(BUILTIN).parent.rmdir()
-        raise

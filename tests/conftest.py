@@ -224,7 +224,8 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank if all ranks are on one host."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     found = {name: str(value) for name, value in numbers.items()}
-    return found | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return found | {"TORCHELASTIC_RUN_ID": "tests"}
 
 
 class Pool:

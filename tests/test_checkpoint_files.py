@@ -23,7 +23,7 @@ from test_house import MODULES, imported_modules
 import checkpoint
 import dist
 from config import parse
-from runtime import launch, preflight
+from runtime import preflight
 from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
@@ -37,10 +37,10 @@ def flip_a_bit(path: Path, name: str = "rank-00000.safetensors", place: int = -5
 def find_damage_on_two_hosts(argv: list[str]) -> str:
     """Return the error of a start on two hosts of one rank each."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    world = launch.start("cpu")
+    world = dist.start("cpu")
     try:
         path = preflight.find_origin(parse(argv), world).path
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, dist.RankError) as error:
         return str(error)
     return f"{path} verifies"
 

@@ -134,17 +134,17 @@ FULL = "this disk is full"
 
 
 class TwoArguments(ValueError):
+    exit_status = 2
+
     def __init__(self, disk: str, problem: str):
         super().__init__(f"this {disk} is {problem}")
 
 
-class FromAttribute(ValueError):
-    def __str__(self) -> str:
-        return self.reason
+def outcome(how: str, kinds: str) -> tuple[str, str, int | None]:
+    """Return class, text and status of what this rank raises or returns.
 
-
-def outcome(how: str, kinds: str) -> tuple[str, str]:
-    """Return class and text of what this rank raises or returns; `kinds` has an ending per rank."""
+    `kinds` has the ending of each rank.
+    """
 
     class Local(Exception):
         pass
@@ -152,8 +152,6 @@ def outcome(how: str, kinds: str) -> tuple[str, str]:
     world = dist.start("cpu", timedelta(seconds=9))
     endings = {"fine": f"done on {world.rank}", "lock": threading.Lock(), "system": OSError(FULL)}
     endings |= {"two": TwoArguments("disk", "full"), "key": KeyError(FULL), "local": Local(FULL)}
-    endings["attribute"] = FromAttribute()
-    endings["attribute"].reason = FULL
 
     def work():
         ending = endings[kinds.split()[world.rank]]
@@ -171,30 +169,34 @@ def outcome(how: str, kinds: str) -> tuple[str, str]:
                 result = work()
     except Exception as error:
         result = error
-    return type(result).__name__, str(result).partition(" at 0x")[0]
+    text = str(result).partition(" at 0x")[0]
+    return type(result).__name__, text, getattr(result, "exit_status", None)
 
 
-DONE = ("str", "done on 0")
-LOCAL = ("Local", FULL), ("RankError", f"Local: {FULL}")
-KEY = ("RankError", f"KeyError: '{FULL}'"), ("KeyError", f"'{FULL}'")
-ATTRIBUTE = ("RankError", f"FromAttribute: {FULL}"), ("FromAttribute", FULL)
-LOCK = ("TypeError", "cannot pickle '_thread.lock' object")
-UNLOCKED = ("lock", "<unlocked _thread.lock object")
+DONE = ("str", "done on 0", None)
+LOCAL = ("Local", FULL, None), ("RankError", f"Local: {FULL}", 1)
+KEY = ("RankError", f"KeyError: '{FULL}'", 1), ("KeyError", f"'{FULL}'", None)
+SYSTEM = ("RankError", FULL, 1), ("OSError", FULL, None)
+TWO = ("RankError", FULL, 2), ("TwoArguments", FULL, 2)
+LOCK = "cannot pickle '_thread.lock' object"
+LOCKS = ("TypeError", LOCK, None), ("RankError", f"TypeError: {LOCK}", 1)
+UNLOCKED = ("lock", "<unlocked _thread.lock object", None)
 
 
 @pytest.mark.parametrize(
     "how, kinds, on_rank_0, on_rank_1",
     [
-        ("on_all_ranks", "fine fine", DONE, ("str", "done on 1")),
-        ("on_all_ranks", "fine system", ("OSError", FULL), ("OSError", FULL)),
-        ("on_all_ranks", "fine two", ("TwoArguments", FULL), ("TwoArguments", FULL)),
+        ("on_all_ranks", "fine fine", DONE, ("str", "done on 1", None)),
+        ("on_all_ranks", "fine system", *SYSTEM),
+        ("on_all_ranks", "fine two", *TWO),
+        ("on_all_ranks", "two local", *reversed(TWO)),
         ("on_all_ranks", "fine key", *KEY),
-        ("on_all_ranks", "fine attribute", *ATTRIBUTE),
         ("on_all_ranks", "local system", *LOCAL),
-        ("on_all_ranks", "fine lock", LOCK, LOCK),
+        ("on_all_ranks", "fine lock", *reversed(LOCKS)),
         ("on_rank0", "fine local", DONE, DONE),
         ("on_rank0", "local fine", *LOCAL),
-        ("on_rank0", "lock fine", LOCK, LOCK),
+        ("on_rank0", "two fine", *reversed(TWO)),
+        ("on_rank0", "lock fine", *LOCKS),
         ("raise_on_all_ranks", "fine lock", DONE, UNLOCKED),
         ("raise_on_all_ranks", "fine local", *reversed(LOCAL)),
         ("raise_on_all_ranks", "local system", *LOCAL),
@@ -214,14 +216,15 @@ def fail_in_a_group() -> list:
         found = dist.on_all_ranks(lambda: rank, group=group)
         try:
             dist.on_all_ranks(lambda: 1 // (2 - rank), group=group)
-        except ZeroDivisionError as error:
+        except (ZeroDivisionError, dist.RankError) as error:
             found.append(str(error))
     return dist.on_all_ranks(lambda: found)[rank]  # no rank exits while another one connects
 
 
 def test_on_all_ranks_works_in_a_subgroup(pool):
     error = "integer division or modulo by zero"
-    assert pool(3, fail_in_a_group) == [[], [1, 2, error], [1, 2, error]]
+    of_rank_1 = f"ZeroDivisionError: {error}"
+    assert pool(3, fail_in_a_group) == [[], [1, 2, of_rank_1], [1, 2, error]]
 
 
 @pytest.mark.parametrize(

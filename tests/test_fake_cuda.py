@@ -21,9 +21,9 @@ from conftest import Pool, flags
 from test_dist import order_of_forward, place_on_mesh
 
 import dist
+import sample
 import train
 from model import SIZES, ModelConfig, Transformer
-from runtime import launch
 from sample import Sampling, generate
 
 # (strategy and more, ranks, micro-batches of a rank in a step)
@@ -80,9 +80,9 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
         return train_step(*arguments)
 
     outside = {name: beside(getattr(train, name)) for name in ("evaluate", "save")}
-    outside["closing_sample"] = beside(train.closing_sample)
     patches = mock.patch.multiple(train, build=build_and_free, train_step=step, **outside)
-    with patches, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+    end = mock.patch.object(sample, "closing_sample", beside(sample.closing_sample))
+    with patches, end, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
         assert train.command(argv) == 0
     return gpu.crossings, gpu.refusals
 
@@ -184,7 +184,7 @@ def nccl_variables(before: dict[str, str]) -> dict[str, str]:
     """Start on a GPU with these variables; return those of NCCL's error handling."""
     fake_cuda.install()
     with mock.patch.dict(os.environ, before):
-        launch.start("cuda")
+        dist.start("cuda")
         return {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
 
 

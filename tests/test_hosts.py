@@ -1,4 +1,4 @@
-"""More than one host: torchrun's agents, and Slurm's tasks without torchrun."""
+"""More than one host: torchrun's agents come and go."""
 
 import os
 import re
@@ -6,8 +6,7 @@ import signal
 from unittest import mock
 
 import pytest
-from conftest import TRAIN, Job, assert_close, flags, free_port, listen, rows
-from test_launch import slurm_task
+from conftest import TRAIN, Job, flags, free_port, rows
 
 from runtime import run_folder
 
@@ -55,22 +54,3 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     assert third["step"] >= second["step"] + 25
     assert [row["step"] for row in rows(out)] == list(range(1, rows(out)[-1]["step"] + 1))
     assert re.search("ranks (2 and 3|0 and 1) stopped or died", meeting_place.err)
-
-
-def train_under_slurm(argv: list[str]) -> tuple[int, str, str]:
-    port, rank = os.environ["MASTER_PORT"], int(os.environ["RANK"])
-    variables = slurm_task(rank, SLURM_STEP_NODELIST="localhost", MASTER_PORT=port)
-    with mock.patch.dict(os.environ, variables):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-            del os.environ[name]
-        return listen(argv)
-
-
-def test_slurm_tasks_run_without_torchrun(run, on_ranks, tmp_path):
-    """hsdp shards within each host and replicates across them, with the losses of one process."""
-    text = "--max_steps 3 --dtype float32 --strategy"
-    single = run(1, f"{text} single", "single")
-    answers = on_ranks(4, train_under_slurm, f"{text} hsdp")
-    assert [status for status, _, _ in answers] == [0] * 4
-    assert "hsdp: dp_replicate 2 x dp_shard 2 x tp 1 = 4 x cpu" in answers[0][1]
-    assert_close(single, tmp_path / "run")

@@ -16,8 +16,7 @@ from conftest import ROOT
 FLOORS = [
     "model data dist optim checkpoint metrics",  # the leaves
     "runtime.cli",
-    "runtime.launch runtime.lock runtime.machine runtime.profiling runtime.saver "
-    "text.sources text.tokenizer",
+    "runtime.lock runtime.machine runtime.profiling runtime.saver text.sources text.tokenizer",
     "runtime.agreement text.encode",
     "runtime.watchdog",
     "config prepare",

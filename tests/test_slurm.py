@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, assert_same, flags, free_port, newest_step, rows, wait_until
 
 SCRIPT = ROOT / "examples/slurm.sh"
-# The ranks meet at the first host of a job. Its name, given by Slurm, must have an address.
+# The torchruns meet at the first host of a job. Its name, given by Slurm, must have an address.
 NODES = [socket.gethostname(), f"{socket.gethostname()}-2"]
 # A cluster may have JobRequeue=0 and KillOnBadExit=1, which the script has to override.
 # A requeued job waits for cred_expire, 120 s by default. Ports are derived from job ids.
@@ -44,16 +44,43 @@ PartitionName=all Nodes=ALL Default=YES
 """
 
 
-def test_the_script_gives_each_task_its_cores_and_all_memory(tmp_path):
+# What the log of a run ends with after srun, and whether the script then requeues the job
+ENDS = {
+    '{"step": 9, "loss": 1.5}': True,  # killed
+    '{"step": 9, "end": "stopped"}': True,
+    '{"step": 9, "end": "finished"}': False,
+    '{"step": 9, "end": "failed", "error": "nan"}': False,
+    "before": False,  # refused, so nothing was written
+}
+
+
+@pytest.mark.parametrize("last", ENDS)
+def test_the_script_starts_torchrun_and_requeues_what_goes_on(tmp_path, last):
     """srun of Slurm 22.05 and later does not read sbatch's --cpus-per-task."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/bash\necho "$SRUN_CPUS_PER_TASK $@"\n')
-    srun.chmod(0o755)
+    log = tmp_path / "run/metrics.jsonl"
+    log.parent.mkdir()
+    log.write_text("before\n")
+    new = f"echo '{last}' >> {log}" if last != "before" else ""
+    programs = {
+        "srun": f'echo "$SRUN_CPUS_PER_TASK $@" > {tmp_path}/said\n{new}\nexit 1',
+        "scontrol": f"echo $@ >> {tmp_path}/controlled\necho first-host",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "6"}
-    said = subprocess.run(["bash", SCRIPT, "--tp=2"], env=environment, stdout=subprocess.PIPE)
-    assert said.stdout.decode() == "6 --kill-on-bad-exit=0 python train.py --tp=2\n"
+    environment |= {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash", SCRIPT, log.parent, "--tp=2"], env=environment)
+    assert done.returncode == 1
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("6 --kill-on-bad-exit=0 torchrun --nnodes 2 --nproc_per_node 8 ")
+    assert "--rdzv-endpoint first-host:22345 --rdzv-id 12345 " in said
+    assert said.endswith(f" train.py --out {log.parent} --tp=2\n")
+    controlled = (tmp_path / "controlled").read_text().splitlines()
+    assert controlled == ["show hostnames n[1-2]", *["requeue 12345"] * ENDS[last]]
     options = re.findall(r"^#SBATCH (.*)", SCRIPT.read_text(), re.MULTILINE)
-    assert {"--cpus-per-task=8", "--mem=0", "--gpus-per-node=8"} < {*" ".join(options).split()}
+    expected = {"--ntasks-per-node=1", "--cpus-per-task=64", "--mem=0", "--gpus-per-node=8"}
+    assert expected < {*" ".join(options).split()}
 
 
 class Slurm:
@@ -107,13 +134,13 @@ class Slurm:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         return done.stdout
 
-    def submit(self, out: Path, tokens: Path, text: str, ntasks: int) -> None:
+    def submit(self, out: Path, tokens: Path, text: str, ranks: int) -> None:
         """Submit the script as a user does who has two nodes without GPUs."""
         self.out, self.printed = out, out.with_name(f"{out.name}.txt")
         options = ["--nodes=2", "--gpus-per-node=0", f"--output={self.printed}", f"--chdir={ROOT}"]
-        options += ["--cpus-per-task=2", f"--ntasks-per-node={ntasks}"]
-        argv = flags(f"--data {tokens} --out {out} --dtype float32 {text}")
-        self.job = self.run("sbatch", "--parsable", *options, str(SCRIPT), *argv).strip()
+        options += ["--cpus-per-task=2", f"--export=ALL,RANKS_PER_NODE={ranks}"]
+        argv = flags(f"--data {tokens} --dtype float32 {text}")
+        self.job = self.run("sbatch", "--parsable", *options, str(SCRIPT), str(out), *argv).strip()
 
     def said(self) -> str:
         return self.printed.read_text() if self.printed.exists() else ""
@@ -150,7 +177,7 @@ def test_a_signalled_and_requeued_job_ends_with_the_same_weights(slurm, run, tok
     text = "--strategy hsdp --max_steps 80"
     whole = run(4, f"--dtype float32 {text} --dp_shard 2", "whole", timeout=120)
     out = tmp_path / "run"
-    slurm.submit(out, tokens, text, ntasks=2)
+    slurm.submit(out, tokens, text, ranks=2)
     slurm.wait_for_steps(5)
     slurm.run("scancel", "--signal=USR1", slurm.job)
     slurm.wait_until(lambda: slurm.job_has("COMPLETED", 1))
@@ -165,7 +192,7 @@ def test_a_signalled_and_requeued_job_ends_with_the_same_weights(slurm, run, tok
 @pytest.mark.slow
 def test_a_cancelled_job_saves_without_being_requeued(slurm, tokens, tmp_path):
     run = tmp_path / "run"
-    slurm.submit(run, tokens, "--strategy fsdp --max_steps 1000000", ntasks=1)
+    slurm.submit(run, tokens, "--strategy fsdp --max_steps 1000000", ranks=1)
     slurm.wait_for_steps(5)
     slurm.run("scancel", slurm.job)
     slurm.wait_until(lambda: slurm.job_has("CANCELLED", 0))

@@ -45,7 +45,7 @@ import dist
 import layout
 import metrics
 from layout import Run
-from runtime import agreement, cli, launch, preflight, watchdog
+from runtime import agreement, cli, preflight, watchdog
 from runtime.machine import Machine, read_machine
 from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
@@ -339,6 +339,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
 def command(argv: list[str]) -> int:
     """Check ranks or draws; return the exit status, 1 if a check failed."""
     options, flags = parse(argv)
+    dist.refuse_other_launchers()
     if options.fuzz or options.draw:
         return fuzz.fuzz(options.fuzz, config.flag_value(flags, "seed"), options.draw)
     return check_ranks(options, flags)
@@ -349,7 +350,7 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     timeout = config.flag_value(flags, "timeout")
     device = config.flag_value(flags, "device")
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
-    world = launch.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
+    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     with Watchdog(world.store, world.rank, world.size, timeout) as guard:
         guard.progress(0, "in the check", slow=True)
         ranks = Ranks(flags, options.out, world, guard)
@@ -395,7 +396,6 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
 
 
 def main(argv: list[str]) -> int:
-    launch.read_slurm()
     return cli.execute("tools.check", command, argv)
 
 

@@ -45,7 +45,7 @@ class Log:
     name: str
     folder: Path
     config: dict  # the values of all flags at the last start
-    rows: list[dict]  # all of metrics.jsonl
+    rows: list[dict]  # of metrics.jsonl, without those of a start's end
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
@@ -106,7 +106,7 @@ def read(folder: str, name: str) -> Log:
         raise UsageError(f"{folder} is not the folder of a run that has started: {error}") from None
     for start in read_starts(run)[-1:]:
         config |= start["config"]  # includes the defaults, which config.json leaves out
-    rows = read_rows(run / "metrics.jsonl")
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "end" not in row]
     training, val = with_times(rows)
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")

@@ -35,7 +35,7 @@ from checkpoint import CheckpointError
 from config import DEFAULTS
 from layout import Run
 from model import eval_mode
-from runtime import cli, launch, preflight, run_folder
+from runtime import cli, preflight, run_folder
 from runtime.cli import UsageError, plural
 from runtime.machine import read_machine
 from runtime.preflight import Origin
@@ -207,7 +207,7 @@ class Replay:
                 state, forward = train.build(run, self.mesh)
                 train.load(state, origin, self.mesh, self.watchdog)
                 return state, forward
-            except CheckpointError as error:
+            except (CheckpointError, dist.RankError) as error:
                 say(world, [f"passed over {path}: {error}"])
                 passed_over.add(path)
 
@@ -376,7 +376,7 @@ def run(argv: list[str]) -> None:
     values = DEFAULTS | preflight.recorded_values(start_of(starts, args.step))
     device = "cpu" if values["device"] == "cpu" else "auto"
     timeout = timedelta(seconds=values["timeout"])
-    world = launch.start(device, SLOW_FACTOR * timeout, join_timeout=timeout)
+    world = dist.start(device, SLOW_FACTOR * timeout, join_timeout=timeout)
     try:
         with Watchdog(world.store, world.rank, world.size, values["timeout"]) as watchdog:
             replay = Replay(args, starts, world, watchdog)
@@ -391,7 +391,6 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    launch.read_slurm()
     return cli.execute("tools.replay", run, argv)
 
 

@@ -854,7 +854,7 @@ def save_on_a_broken_rank(path: Path, broken: int, place: str) -> str:
     step = -1 if is_broken and place == "manifest" else 1
     try:
         checkpoint.save_state(path, {"a": value}, {"step": step}, on_all_ranks=dist.on_all_ranks)
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, dist.RankError) as error:
         return str(error)
 
 

@@ -33,7 +33,6 @@ import layout
 import prepare
 from layout import Run
 from model import ModelConfig
-from runtime import launch
 from runtime.cli import UsageError, plural
 from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
@@ -108,6 +107,7 @@ def call_as_rank(rank: int, size: int, port: int, function: Callable, *arguments
     """Call a function with the environment variables of a rank."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_PORT": f"{port}"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "fuzz"
     return function(*arguments)
 
 
@@ -140,7 +140,7 @@ class RankPool:
 
 
 def train_on_mesh(run: Run, origin: Origin, data_path: str) -> RunLog:
-    return train_in(launch.start("cpu", TIMEOUT), run, origin, data_path)
+    return train_in(dist.start("cpu", TIMEOUT), run, origin, data_path)
 
 
 def train_alone(run: Run, origin: Origin, data_path: str) -> RunLog:
