@@ -1,6 +1,5 @@
-"""List, verify and consolidate checkpoints.
+"""Verify and consolidate checkpoints.
 
-python -m tools.checkpoint list RUN
 python -m tools.checkpoint verify RUN|CHECKPOINT
 python -m tools.checkpoint consolidate RUN|CHECKPOINT OUT
 
@@ -25,14 +24,14 @@ from runtime.run_folder import checkpoints_at, newest_checkpoint
 FULL = "full.safetensors"
 
 
-def report(path: Path, verifies: bool) -> None:
+def verify(path: Path) -> None:
     """Print a line for each checkpoint at `path`. Raises CheckpointError and PathError."""
     paths = checkpoints_at(path)
     damaged = 0
     for each in paths:
         try:
             manifest = checkpoint.read_manifest(each)
-            if verifies and (problem := checkpoint.verify(each)):
+            if problem := checkpoint.verify(each):
                 raise CheckpointError(f"{each}: {problem}")
         except CheckpointError as error:  # report the other checkpoints as well
             if paths == [path]:
@@ -41,11 +40,7 @@ def report(path: Path, verifies: bool) -> None:
             print(f"DAMAGED: {error}")
             continue
         size = f"{checkpoint.total_bytes(manifest) / 1e6:,.1f} MB"
-        if verifies:
-            print(f"{each}: complete and unchanged: {len(manifest['files'])} files, {size}")
-        else:
-            tokens = f"{manifest.get('tokens', 0):,} tokens"
-            print(f"{each}  step {manifest['step']:,}  {tokens}  {size}")
+        print(f"{each}: complete and unchanged: {len(manifest['files'])} files, {size}")
     if damaged:
         raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
@@ -133,8 +128,6 @@ def build_parser() -> cli.Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     path = {"metavar": "RUN|CHECKPOINT", "type": Path}
 
-    listing = commands.add_parser("list", help="list a run's checkpoints: step, tokens and size")
-    listing.add_argument("path", **path)
     verifying = commands.add_parser("verify", help="compare checkpoints with their manifests")
     verifying.add_argument("path", **path)
     consolidating = commands.add_parser(
@@ -147,8 +140,8 @@ def build_parser() -> cli.Parser:
 
 def run(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
-    if args.command != "consolidate":
-        report(args.path, verifies=args.command == "verify")
+    if args.command == "verify":
+        verify(args.path)
         return
     consolidate(args.path, args.out)
     size = checkpoint.total_bytes(checkpoint.read_manifest(args.out))

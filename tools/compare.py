@@ -4,12 +4,11 @@ python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/*
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 python -m tools.compare --commits HEAD . -- --strategy fsdp
-python -m tools.compare --bisect HEAD~20 HEAD -- --optimizer muon
+
+The exit status of --commits is 1 if the numbers differ, so `git bisect run` can call it.
 """
 
 import argparse
-import bisect
-import itertools
 import json
 import math
 import sys
@@ -154,17 +153,16 @@ def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 # The table
 
 
-def compare(logs: list[Log], loss: float | None, tolerance: float) -> list[list[str]]:
+def compare(logs: list[Log], tolerance: float) -> list[list[str]]:
     """Return a header, and a line for each run with what it reached.
 
-    The cells include the time to validation loss `loss` (default: the lowest that all runs
-    reached), the first loss and the first parameter statistic that differ from the first run's by
-    more than `tolerance` (relative), and the flags that differ.
+    The cells include the time to the lowest validation loss that all runs reached, the first loss
+    and the first parameter statistic that differ from the first run's by more than `tolerance`
+    (relative), and the flags that differ.
     """
     tokens = min(log.training[-1]["tokens"] for log in logs)
-    if loss is None:
-        best = [log.best_val_loss() for log in logs]
-        loss = max(filter(None, best), default=None)
+    best = [log.best_val_loss() for log in logs]
+    loss = max(filter(None, best), default=None)
     lines = []
     for log, flags in zip(logs, different_flags(logs, {"out"})):  # --out always differs
         cells = {"": log.name}
@@ -385,36 +383,21 @@ def p_value(pairs: list[float]) -> float:
 # Commits
 
 
-def compare_commits(args: argparse.Namespace) -> None:
+def compare_commits(args: argparse.Namespace) -> int:
     """Run the same steps on two commits, and print where their numbers first differ.
 
-    With --bisect, the second is the first commit after GOOD that differs, or BAD if none does.
+    Return the exit status, 1 if they do.
     """
-    first, *others = args.commits or commits.list_commits(*args.bisect)
-    commits.describe(others[-1])  # raises before the first run if there is no such commit
-    logs = {}
-    numbers = itertools.count()
+    descriptions = [commits.describe(commit) for commit in args.commits]
+    logs = []
     with temporary_folder("compare-") as folder:
-
-        def run_commit(commit: str) -> Log:
-            print(f"running {commits.describe(commit)}", file=sys.stderr)
-            path = folder / str(next(numbers))
-            return read(commits.run_steps(commit, args.nproc_per_node, args.flags, path), commit)
-
-        def differs(commit: str) -> bool:
-            logs[commit] = run_commit(commit)
-            return is_different(first_log, logs[commit], args.tolerance)
-
-        first_log = run_commit(first)
-        # BAD runs only if no commit that ran before it differs. For 15 commits after GOOD, 4 runs
-        # find the first one that differs, or show that none does.
-        position = bisect.bisect_left(others, True, key=differs)
-        last = others[min(position, len(others) - 1)]
-        if args.bisect:
-            found = commits.describe(last) if position < len(others) else "none"
-            runs = cli.plural(next(numbers), "run")
-            print(f"first commit that differs from {first} ({runs}): {found}\n")
-        print(describe_pair(first_log, logs[last], args))
+        for number, (commit, description) in enumerate(zip(args.commits, descriptions)):
+            print(f"running {description}", file=sys.stderr)
+            path = folder / str(number)
+            out = commits.run_steps(commit, args.nproc_per_node, args.flags, path)
+            logs.append(read(out, commit))
+        print(describe_pair(*logs, args.tolerance))
+    return int(is_different(*logs, args.tolerance))
 
 
 def is_different(first: Log, log: Log, limit: float) -> bool:
@@ -423,14 +406,14 @@ def is_different(first: Log, log: Log, limit: float) -> bool:
     return any(not text.startswith(NEVER) for text in found.values())
 
 
-def describe_pair(first: Log, log: Log, args: argparse.Namespace) -> str:
+def describe_pair(first: Log, log: Log, tolerance: float) -> str:
     """Describe where the numbers of two commits first differ, what a step sends, and speeds."""
     logs = [first, log]
-    if is_different(first, log, args.tolerance):
-        header, *rows = zip(*compare(logs, args.loss, args.tolerance))
+    if is_different(first, log, tolerance):
+        header, *rows = zip(*compare(logs, tolerance))
         lines = [markdown_table(header, rows)]
     else:
-        lines = [describe_equal(first, log, args.tolerance)]
+        lines = [describe_equal(first, log, tolerance)]
     sent = [bytes_sent(each.folder) for each in logs]
     word = "differ" if sent[0] != sent[1] else "are equal"
     lines.append(f"the bytes that a step hands to torch {word}; speeds are not compared")
@@ -470,38 +453,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"
     add("--commits", nargs=2, metavar=("A", "B"), help=help)
-    help = "find the first commit whose numbers differ from GOOD's; flags as for --commits"
-    add("--bisect", nargs=2, metavar=("GOOD", "BAD"), help=help)
-    help = "ranks of each run of --commits and --bisect (default: 2)"
+    help = "ranks of each run of --commits (default: 2)"
     add("--nproc_per_node", type=cli.number(int, 1), default=2, metavar="N", help=help)
-    help = "measure the time to this validation loss (default: the lowest that all runs reached)"
-    add("--loss", type=cli.positive_number, metavar="L", help=help)
     help = "relative difference above which a loss or a parameter counts as different (default: "
     help += "0.01; for commits: 0)"
     add("--tolerance", type=cli.positive_number, metavar="T", help=help)
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
-    is_given = [bool(each) for each in (args.runs, args.commits, args.bisect)]
-    if is_given.count(True) != 1 or (args.runs and args.flags):
-        parser.error("give RUN ..., or --commits A B [-- FLAGS], or --bisect GOOD BAD [-- FLAGS]")
+    if bool(args.runs) == bool(args.commits) or (args.runs and args.flags):
+        parser.error("give RUN ..., or --commits A B [-- FLAGS]")
     if args.tolerance is None:
         args.tolerance = 1e-2 if args.runs else 0.0
     return args
 
 
-def run(argv: list[str]) -> None:
+def run(argv: list[str]) -> int:
     args = parse(argv)
-    if args.commits or args.bisect:
+    if args.commits:
         return compare_commits(args)
     logs = read_all(args.runs)
     if len(logs) > MOST_COLUMNS:
         by_loss = sorted(logs, key=lambda log: log.ended_loss() or math.inf)
-        header, *rows = compare(by_loss, args.loss, args.tolerance)
+        header, *rows = compare(by_loss, args.tolerance)
     else:
-        header, *rows = zip(*compare(logs, args.loss, args.tolerance))
+        header, *rows = zip(*compare(logs, args.tolerance))
     print(markdown_table(header, rows))
     if over_seeds := seeds_table(logs):
         print(f"\n{over_seeds}")
+    return 0
 
 
 def main(argv: list[str]) -> int:

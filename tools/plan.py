@@ -67,9 +67,6 @@ FLAGS = {
         "from a host to other hosts, in one direction, over all its network cards, which its "
         "devices share (default: 80%% of the data sheet)",
     ),
-    "interruption": number(
-        "H", "device-hours between interruptions (default: Llama 3's 50,700)", predict.INTERRUPTION
-    ),
     "tokens": number("N", "tokens to train on, for example 15e12: adds the hours"),
     "run": dict(metavar="DIR", help="plan an existing run, and print its measured step"),
     "json": dict(action="store_true", help="print the figures, unrounded, as one JSON object"),
@@ -262,7 +259,7 @@ class Plan:
         restart = took and took.restart or self.run.timeout + write
         step_time = (took or self.speed).step_time
         total = 3600 * self.hours if self.options.tokens else self.run.max_steps * step_time
-        between = 3600 * self.options.interruption / self.request.cluster.world_size
+        between = 3600 * predict.INTERRUPTION / self.request.cluster.world_size
         found = {"interruptions": total / between, "hours_between": between / 3600}
         found |= {"save": save, "restart": restart, "saving": []}
         for name, interval in (

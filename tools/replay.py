@@ -358,8 +358,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("run", metavar="RUN", type=Path, help="a run folder, for example runs/mine")
     add("step", metavar="STEP", nargs="?", type=cli.number(int, 1), help="the step to repeat")
     add("--data", metavar="DIR", help="the run's data, if it has moved")
-    help = "print only the texts of the step and where they are from, without a model"
-    add("--data_only", action="store_true", help=help)
     return parser.parse_args(argv)
 
 
@@ -380,11 +378,8 @@ def run(argv: list[str]) -> None:
     try:
         with Watchdog(world.store, world.rank, world.size, values["timeout"]) as watchdog:
             replay = Replay(args, starts, world, watchdog)
-            if args.data_only:
-                say(world, replay.sequences.values())
-            else:
-                with loss_parallel():  # under tp, as in train.py
-                    repeat(replay, args.step, rows)
+            with loss_parallel():  # under tp, as in train.py
+                repeat(replay, args.step, rows)
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     finally:
         torch.distributed.destroy_process_group()

@@ -207,7 +207,7 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
         "maxPoints": max_points,
         "runs": [describe(folder, log, max_points) for folder, log in zip(folders, logs)],
-        "compared": list(zip(*compare.compare(logs, loss=None, tolerance=1e-2))),
+        "compared": list(zip(*compare.compare(logs, tolerance=1e-2))),
     }
     page = TEMPLATE.read_text()
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())

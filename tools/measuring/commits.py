@@ -31,20 +31,6 @@ def describe(commit: str) -> str:
     return git("log", "-1", "--format=%h %s", commit, "--")
 
 
-def list_commits(good: str, bad: str) -> list[str]:
-    """Return `good` and the short hashes of the commits after it up to `bad`, oldest first.
-
-    Follows first parents: a merge counts as one commit. Raises UsageError if `good` is not an
-    ancestor of `bad`.
-    """
-    start, end = [git("log", "-1", "--format=%H", commit, "--") for commit in (good, bad)]
-    order = ("--reverse", "--first-parent", "--ancestry-path", "--abbrev-commit")
-    later = git("rev-list", *order, f"{start}..{end}").split()
-    if not later:
-        raise UsageError(f"{good} is not an ancestor of {bad}")
-    return [good, *later]
-
-
 def write_files(commit: str, folder: Path) -> Path:
     """Write the files of a commit into a new folder; return it, or ROOT for the working tree.
 
