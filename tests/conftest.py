@@ -126,31 +126,31 @@ def start_process(command: list, prepare=lambda: None, **options) -> subprocess.
 # Two processes that run the tests, each with its own workers
 
 # Files that the second process runs as well, so that both processes take about as long
-BESIDE = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
+ALSO_SECOND = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
 
 
-def is_beside(item: pytest.Item) -> bool:
-    """Whether the second process runs this test: one without workers, or in a file of BESIDE."""
-    return "pool" not in item.fixturenames or item.path.name in BESIDE
+def runs_second(item: pytest.Item) -> bool:
+    """Whether the second process runs this test: without workers, or in ALSO_SECOND."""
+    return "pool" not in item.fixturenames or item.path.name in ALSO_SECOND
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
     """If there are many tests, run about half of them in a second process at the same time."""
     config = session.config
-    beside = [item for item in session.items if is_beside(item)]
+    second_items = [item for item in session.items if runs_second(item)]
     is_simple = sys.platform == "linux" and not hasattr(config, "workerinput")  # of pytest-xdist
-    if len(beside) < 200 or config.option.collectonly or not is_simple:
+    if len(second_items) < 200 or config.option.collectonly or not is_simple:
         return (yield)
     config._tmp_path_factory.getbasetemp()  # one temporary folder for both
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # each process captures into its own file
     with tempfile.TemporaryFile() as reports:
-        arguments = (session, beside, reports)
-        second = multiprocessing.get_context("fork").Process(target=run_beside, args=arguments)
+        arguments = (session, second_items, reports)
+        second = multiprocessing.get_context("fork").Process(target=run_second, args=arguments)
         second.start()
         capture.start_global_capturing()
-        session.items = [item for item in session.items if not is_beside(item)]
+        session.items = [item for item in session.items if not runs_second(item)]
         try:
             result = yield
         except BaseException:  # Ctrl-C, or --maxfail
@@ -166,7 +166,7 @@ def pytest_runtestloop(session):
     return result
 
 
-def run_beside(session, items: list, reports) -> None:
+def run_second(session, items: list, reports) -> None:
     """Run the tests and write pytest's reports on them to the file."""
     end_with_pytest()
     config = session.config

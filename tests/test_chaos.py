@@ -126,8 +126,8 @@ SILENCE = 4  # --timeout, seconds
 # Faults and their weights. Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs
 # (arXiv 2407.21783, table 5): about three quarters ended a process (devices, memory, software), 10%
 # were faults of the network and 8% of a host. Here the rare faults are drawn more often.
-WEATHER = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5}
-WEATHER |= {"full": 5, "tear": 5}
+FAULTS = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5}
+FAULTS |= {"full": 5, "tear": 5}
 # What a surviving rank prints: nothing if the run continues by itself or all ranks are killed.
 LOST = r"rank \d stopped or died|the ranks share does not answer|rank \d did not arrive"
 SAID = dict.fromkeys(("kill", "gone", "stop", "interface"), LOST)
@@ -200,7 +200,7 @@ OFTEN = [pytest.param(seed, marks=pytest.mark.chaos) for seed in range(100)]
 @pytest.mark.parametrize("seed", [100, 103, 106, *OFTEN])
 def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, request, seed):
     rng = random.Random(seed)
-    (kind,) = rng.choices([*WEATHER], [*WEATHER.values()])
+    (kind,) = rng.choices([*FAULTS], [*FAULTS.values()])
     if kind in ("interface", "gone") and not two_hosts:
         pytest.skip(f"{kind}: network namespaces need root")
     disk = tmp_path

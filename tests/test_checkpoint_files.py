@@ -18,7 +18,7 @@ from conftest import (
     rows,
     tensors,
 )
-from test_house import MODULES, imported_modules
+from test_imports import MODULES, imported_modules
 
 import checkpoint
 import dist

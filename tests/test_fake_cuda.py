@@ -41,9 +41,12 @@ BLOCKS = "to cuda, pageable, blocking"
 READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for outside the steps, by (function, what)
-BESIDE = {("optim.py __init__", BLOCKS)}
-BESIDE |= {("agreement.py compare_replicas", BLOCKS), ("agreement.py compare_replicas", ASKS)}
-BESIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
+OUTSIDE = {("optim.py __init__", BLOCKS)}
+OUTSIDE |= {
+    ("agreement.py compare_replicas", BLOCKS),
+    ("agreement.py compare_replicas", ASKS),
+}
+OUTSIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("sample.py generate", BLOCKS), ("sample.py generate", READS)}
 CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py fill", BLOCKS)}
 SAVING = {("checkpoint.py blocks", READS)}
@@ -62,9 +65,9 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
     gpu = fake_cuda.Gpu(fakes)
     build, train_step = train.build, train.train_step
 
-    def beside(function):
+    def outside_of_steps(function):
         def call(*arguments, **options):
-            with mock.patch.object(gpu, "part", "beside"):
+            with mock.patch.object(gpu, "part", "outside"):
                 return function(*arguments, **options)
 
         return call
@@ -79,9 +82,9 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
         gpu.part = "loop"
         return train_step(*arguments)
 
-    outside = {name: beside(getattr(train, name)) for name in ("evaluate", "save")}
+    outside = {name: outside_of_steps(getattr(train, name)) for name in ("evaluate", "save")}
     patches = mock.patch.multiple(train, build=build_and_free, train_step=step, **outside)
-    end = mock.patch.object(sample, "closing_sample", beside(sample.closing_sample))
+    end = mock.patch.object(sample, "closing_sample", outside_of_steps(sample.closing_sample))
     with patches, end, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
         assert train.command(argv) == 0
     return gpu.crossings, gpu.refusals
@@ -121,7 +124,7 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
     few = f"--n_layer 1 --micro_batch_size 1 --global_batch_size {accum * dp_size}"
     few += " --num_workers 0 --eval_sequences 1 --checkpoint none"
     argv = flags(f"--device cuda --data {tokens} --out {tmp_path}/run {few} --strategy {text}")
-    allowed = BESIDE
+    allowed = OUTSIDE
     if "--sample_tokens" in text:
         allowed |= SAMPLING
     if "--checkpoint" in text:

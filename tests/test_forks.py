@@ -201,11 +201,11 @@ config = transformers.Qwen3Config(
     vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=16,
     tie_word_embeddings=False)
-theirs = transformers.Qwen3ForCausalLM(config).eval()
-for name, weight in theirs.named_parameters():
+hf_model = transformers.Qwen3ForCausalLM(config).eval()
+for name, weight in hf_model.named_parameters():
     if "norm" in name:
         torch.nn.init.normal_(weight, 1.0, 0.3)
-theirs.save_pretrained(sys.argv[1] + "/qwen3")
+hf_model.save_pretrained(sys.argv[1] + "/qwen3")
 from pathlib import Path
 from tools import hf
 import sample
@@ -214,12 +214,12 @@ path = Path(sys.argv[1] + "/ours")
 ours = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
 tokens = torch.randint(320, (2, 16))
 with torch.no_grad():
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours(tokens), hf_model(tokens).logits, rtol=1e-4, atol=1e-4)
 assert hf.main(["export", sys.argv[1] + "/ours", sys.argv[1] + "/again"]) == 0
 again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/again")
 assert type(again).__name__ == "Qwen3ForCausalLM"
 with torch.no_grad():
-    torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+    torch.testing.assert_close(again(tokens).logits, hf_model(tokens).logits)
 """
 
 

@@ -162,9 +162,9 @@ def make_model(transformers, family: str, folder: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_path):
     """The model is imported, trained for three steps on two ranks and exported."""
-    theirs = make_model(transformers, family, tmp_path / "theirs")
-    imported = convert("import", theirs, tmp_path / "imported")
-    expected = their_logits(transformers, theirs)
+    source = make_model(transformers, family, tmp_path / "source")
+    imported = convert("import", source, tmp_path / "imported")
+    expected = their_logits(transformers, source)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
     path = train_from(pool, imported, tokens, tmp_path / "run")
     logits = our_logits(path)
@@ -178,13 +178,13 @@ def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_p
 
 @pytest.mark.hf
 def test_a_separate_head_is_imported_untied(transformers, safetensors, tmp_path):
-    theirs = make_model(transformers, "llama 3.2", tmp_path / "theirs")
-    weights = safetensors.torch.load_file(theirs / "model.safetensors")
+    source = make_model(transformers, "llama 3.2", tmp_path / "source")
+    weights = safetensors.torch.load_file(source / "model.safetensors")
     weights["lm_head.weight"] = weights[EMBEDDING] + torch.randn(32)
-    safetensors.torch.save_file(weights, theirs / "model.safetensors")
-    imported = convert("import", theirs, tmp_path / "imported")
+    safetensors.torch.save_file(weights, source / "model.safetensors")
+    imported = convert("import", source, tmp_path / "imported")
     assert not sample.read_trained(imported).config.tied
-    expected = their_logits(transformers, theirs)
+    expected = their_logits(transformers, source)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
 
 
@@ -221,32 +221,32 @@ def test_tokenizer_json_gives_the_same_tokens(tokenizers, monkeypatch, name, tmp
     encoding = tokenizer.load_encoding(name)
     file = tmp_path / "tokenizer.json"
     hf.write_tokenizer(encoding, file)
-    theirs = tokenizers.Tokenizer.from_file(str(file))
+    reference = tokenizers.Tokenizer.from_file(str(file))
     for line in [*UGLY, Path(__file__).read_text(), "unreachable unreachables aaaaa"]:
-        assert theirs.encode(line).ids == encoding.encode_ordinary(line), repr(line)
-        assert theirs.decode(theirs.encode(line).ids) == line
-    (end,) = theirs.encode(tokenizer.END_OF_TEXT).ids
+        assert reference.encode(line).ids == encoding.encode_ordinary(line), repr(line)
+        assert reference.decode(reference.encode(line).ids) == line
+    (end,) = reference.encode(tokenizer.END_OF_TEXT).ids
     assert end == encoding.eot_token
 
 
 @pytest.mark.hf
 def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_path, monkeypatch):
-    theirs = tmp_path / "theirs"
+    source = tmp_path / "source"
     monkeypatch.setitem(SHAPE, "vocab_size", 900)
-    make_model(transformers, "mistral 0.3", theirs)
+    make_model(transformers, "mistral 0.3", source)
     made = tokenizers.Tokenizer.from_file(make_json(tokenizers, "llama 2", tmp_path / "a.json"))
     made.no_truncation()
     made.no_padding()
     made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(theirs)
-    imported = convert("import", theirs, tmp_path / "imported")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(source)
+    imported = convert("import", source, tmp_path / "imported")
     (tmp_path / "text").write_text(tokenizer.END_OF_TEXT.join(UGLY * 20).replace("\0", ""))
     argv = f"--source {tmp_path}/text --tokenizer {imported}/tokenizer.json --out {tmp_path}/tokens"
     assert prepare.main(argv.split()) == 0
     path = train_from(pool, imported, tmp_path / "tokens", tmp_path / "run")
     out = convert("export", path, tmp_path / "exported")
-    before = transformers.AutoTokenizer.from_pretrained(theirs)
+    before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert type(before) is type(after)
     assert after.eos_token == "</s>"

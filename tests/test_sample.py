@@ -176,22 +176,22 @@ def test_text_that_stdout_cannot_encode_is_escaped(trained):
         assert out.read() == "the" + 10 * r"\ufffd" + "\n"
 
 
-def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
-    """Train and sample. Rank 1 meets its fate at its third token. `folder` gets the output."""
+def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
+    """Train and sample. Rank 1 fails at its third token. `folder` gets the output."""
     rank, draw, gathered = int(os.environ["RANK"]), sample.draw, []
     gather = mock.Mock(wraps=metrics.all_gather_single)
 
     def play(*arguments):
-        if not gathered and fate != "raises":
+        if not gathered and failure != "raises":
             mock.patch.object(watchdog, "SLOW_FACTOR", 1).start()
         gathered.append(gather.call_count)
-        if len(gathered) == 3 and rank == 1 and fate == "dies":
+        if len(gathered) == 3 and rank == 1 and failure == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        assert len(gathered) != 3 or fate != "raises", "planted"
-        time.sleep({"slow": 0.5, "hangs": 1000 * rank}.get(fate, 0))
+        assert len(gathered) != 3 or failure != "raises", "planted"
+        time.sleep({"slow": 0.5, "hangs": 1000 * rank}.get(failure, 0))
         return draw(*arguments)
 
-    few = {"free_memory": lambda world: (1 - rank) * 10**9} if fate == "no room" else {}
+    few = {"free_memory": lambda world: (1 - rank) * 10**9} if failure == "out of memory" else {}
     with (
         mock.patch.multiple(sample, draw=play, **few),
         mock.patch.object(torch.distributed, metrics.all_gather_single.__name__, gather),
@@ -207,19 +207,19 @@ def sample_at_the_end(argv: list[str], folder: Path, fate: str) -> int:
 SAID = {
     "slow": "-+ sample -+\n(?!no text)(.|\n)*",
     "raises": "no text: planted; python sample.py --run .*/run needs one process only\n",
-    "no room": "no text: all weights, 0.0 GB, do not fit in a rank's free memory; python .*\n",
+    "out of memory": "no text: all weights, 0.0 GB, do not fit in a rank.s free memory; .*\n",
     "dies": ".*: error: rank 1 stopped or died, .*; rank 0 is after step 1, sampling\n",
     "hangs": ".*: error: rank 1 did not arrive within 4 s: still after step 1, sampling; .*\n",
 }
 
 
-LONG = [pytest.param(fate, marks=pytest.mark.slow) for fate in ("slow", "hangs")]
+LONG = [pytest.param(failure, marks=pytest.mark.slow) for failure in ("slow", "hangs")]
 
 
-@pytest.mark.parametrize("fate", ["raises", "no room", "dies", *LONG])
-def test_a_failed_sample_does_not_fail_a_finished_run(tokens, tmp_path, fate):
+@pytest.mark.parametrize("failure", ["raises", "out of memory", "dies", *LONG])
+def test_a_failed_sample_does_not_fail_a_finished_run(tokens, tmp_path, failure):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --timeout 4"
-    ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, fate)
-    assert exit_statuses(ranks) == [0, -9 if fate == "dies" else 0]
+    ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, failure)
+    assert exit_statuses(ranks) == [0, -9 if failure == "dies" else 0]
     said = [(tmp_path / f"printed {rank}").read_text(errors="replace") for rank in range(2)]
-    assert any(re.search(f"(?m)^{SAID[fate]}(-+\n)?\\Z", text) for text in said), said
+    assert any(re.search(f"(?m)^{SAID[failure]}(-+\n)?\\Z", text) for text in said), said

@@ -204,12 +204,12 @@ def test_documents_read_in_chunks_get_the_tokens_of_the_package(
         documents = [text.replace("</s>", "").replace("<unk>", "") for text in documents]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     tokens = prepared(tmp_path, {"a.jsonl": lines}, name=name, val_fraction=0.3)
-    theirs = tokenizers.Tokenizer.from_file(name)
-    theirs.encode_special_tokens = True
-    theirs.no_truncation()
-    theirs.no_padding()
-    end = theirs.token_to_id("</s>")
-    expected = [theirs.encode(text, add_special_tokens=False).ids + [end] for text in documents]
+    reference = tokenizers.Tokenizer.from_file(name)
+    reference.encode_special_tokens = True
+    reference.no_truncation()
+    reference.no_padding()
+    end = reference.token_to_id("</s>")
+    expected = [reference.encode(text, add_special_tokens=False).ids + [end] for text in documents]
     found = []
     for split in ("train", "val"):
         ids = tokens.tokens(split).tolist()
@@ -219,10 +219,10 @@ def test_documents_read_in_chunks_get_the_tokens_of_the_package(
             ids = ids[length:]
     assert sorted(found) == sorted(expected)
     for ids in [*expected[-3:], random.Random(0).choices(range(tokens.vocab_size), k=300)]:
-        text = theirs.decode(ids, skip_special_tokens=False)
+        text = reference.decode(ids, skip_special_tokens=False)
         assert "".join(tokenizer.decode(name, ids)) == text
         rest = tokenizer.decode(name, ids[3:], ids[:3])
-        if text.startswith(beginning := theirs.decode(ids[:3], skip_special_tokens=False)):
+        if text.startswith(beginning := reference.decode(ids[:3], skip_special_tokens=False)):
             assert beginning + "".join(rest) == text
 
 
@@ -231,10 +231,10 @@ def test_text_never_encodes_to_the_end_of_text_token(tokenizers, tmp_path):
     name = make_json(tokenizers, "llama 2", tmp_path / "a.json", more)
     end = tokenizer.load_encoding(name).eot_token
     text = "x </s> a</s>b</s>"
-    theirs = tokenizers.Tokenizer.from_file(name)
-    theirs.encode_special_tokens = True
-    theirs.no_truncation()
-    assert end in theirs.encode(text).ids
+    reference = tokenizers.Tokenizer.from_file(name)
+    reference.encode_special_tokens = True
+    reference.no_truncation()
+    assert end in reference.encode(text).ids
     ids = tokenizer.encode(name, text)
     assert end not in ids and "".join(tokenizer.decode(name, ids)) == text
     n = len(tokenizer.encode(name, "x"))

@@ -348,13 +348,13 @@ def test_bench_nanogpt_measures_both_trainers(nanogpt, capsys):
     """The first steps do not count. A step of nanoGPT has 12 x 64 tokens."""
     sizes = ("--n_layer=1", "--steps=3", "--rounds=1", "--device=cpu")
     found = bench_rows(capsys, "nanogpt", f"--path={nanogpt}", *sizes)
-    theirs = 768 / 0.125
-    assert [row["tokens/s"] for row in found[:2]] == [[theirs], [2 * theirs]]
+    speed_of_nanogpt = 768 / 0.125
+    assert [row["tokens/s"] for row in found[:2]] == [[speed_of_nanogpt], [2 * speed_of_nanogpt]]
     trainers = ("nanoGPT", "nanoshard", "nanoshard ddp")
     names = [name + mode for name in trainers for mode in ("", " compiled")]
     assert [row["trainer"] for row in found] == names
     for row in found:  # relative to the faster mode
-        assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * theirs)]
+        assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * speed_of_nanogpt)]
         assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
     limits = [row["limit"][0] for row in found]  # the fake nanoGPT has one layer's two products
     assert min(limits[:2]) > 2 * max(limits[2:])

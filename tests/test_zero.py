@@ -24,15 +24,15 @@ def test_each_stage_equals_one_rank(ranks, tmp_path):
 
 
 def test_adamw_by_hand_matches_torch():
-    theirs = torch.randn(9).requires_grad_()
-    ours, moments = theirs.detach().clone(), torch.zeros(2, 9)
+    expected = torch.randn(9).requires_grad_()
+    ours, moments = expected.detach().clone(), torch.zeros(2, 9)
     betas = (zero.BETA1, zero.BETA2)
-    optimizer = torch.optim.AdamW([theirs], zero.LR, betas, zero.EPS, zero.DECAY)
+    optimizer = torch.optim.AdamW([expected], zero.LR, betas, zero.EPS, zero.DECAY)
     for step in (1, 2, 3):
-        theirs.grad = torch.randn(9) / 1000
+        expected.grad = torch.randn(9) / 1000
         optimizer.step()
-        zero.adamw(ours, theirs.grad, moments, step)
-        torch.testing.assert_close(ours, theirs.detach())
+        zero.adamw(ours, expected.grad, moments, step)
+        torch.testing.assert_close(ours, expected.detach())
 
 
 MEAN = "state.gradients /= n"

@@ -138,14 +138,14 @@ def tokenize(
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
         pieces = join(pieces)
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
             train.write(tokens["train"])
             val.write(tokens["val"])
-            if time.monotonic() > told + PROGRESS_INTERVAL:
-                told = time.monotonic()
-                print(describe_progress(splitter, told - began), file=sys.stderr)
+            if time.monotonic() > reported + PROGRESS_INTERVAL:
+                reported = time.monotonic()
+                print(describe_progress(splitter, reported - began), file=sys.stderr)
     return splitter
 
 

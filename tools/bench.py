@@ -177,8 +177,8 @@ def nanogpt(args: Namespace) -> list[dict]:
         speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
         found.setdefault(mode, []).append((speed, limit))
 
-    theirs = ("nanoGPT", "nanoGPT compiled")
-    baseline = max(theirs, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
+    nanogpts = ("nanoGPT", "nanoGPT compiled")
+    baseline = max(nanogpts, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
     columns = compare_rounds(found, baseline, "tokens/s")
     return [{"trainer": mode, **columns[mode]} for mode in modes]
 

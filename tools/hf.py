@@ -139,7 +139,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
     hf = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in INTEGERS.items()},
+        **{field: getattr(config, ours) for ours, field in INTEGERS.items()},
         "num_key_value_heads": config.n_kv_head,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
@@ -228,11 +228,11 @@ def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Pat
     def read(name: str) -> torch.Tensor:
         for buffer in buffers:  # free the previous tensor's pages
             buffer.madvise(mmap.MADV_DONTNEED)
-        theirs = hf_name(name.removeprefix("model."))
-        values = found[theirs].float()
+        source = hf_name(name.removeprefix("model."))
+        values = found[source].float()
         if not values.isfinite().all():
             raise UsageError(
-                f"{theirs} has values that are nan or infinite: they cannot be trained"
+                f"{source} has values that are nan or infinite: they cannot be trained"
             )
         return values
 
@@ -266,14 +266,14 @@ def read_config(hf: dict) -> ModelConfig:
 
 def read_sizes(hf: dict) -> dict[str, int]:
     """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
-    sizes = {ours: hf[theirs] for ours, theirs in INTEGERS.items()}
+    sizes = {ours: hf[field] for ours, field in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
     limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(Config)}
     for name, size in sizes.items():
         below = min(limits.get(name, 2**32), 2**32)
         if type(size) is not int or not 1 <= size < below:
-            theirs = INTEGERS.get(name, "num_key_value_heads")
-            raise ValueError(f"{theirs} is {size!r}, not an integer from 1 to {below - 1:,}")
+            field = INTEGERS.get(name, "num_key_value_heads")
+            raise ValueError(f"{field} is {size!r}, not an integer from 1 to {below - 1:,}")
     width, n_head, head_dim = sizes["d_model"], sizes["n_head"], hf.get("head_dim")
     if head_dim not in (None, width / n_head):
         raise ValueError(

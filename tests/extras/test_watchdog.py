@@ -32,7 +32,7 @@ import train
 from runtime import agreement, watchdog
 
 
-def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
+def train_without_batch_40(argv: list[str], folder: Path, ending: str) -> int:
     """Train; rank 1 hangs or dies when it would read its 40th micro-batch."""
     read = data.TokenDataset.__getitem__
     reads = 0
@@ -41,7 +41,7 @@ def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
         nonlocal reads
         reads += dataset.split == "train"
         if reads == 40 and os.environ["RANK"] == "1":
-            if fate == "dies":
+            if ending == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
         return read(dataset, indices)
@@ -53,17 +53,17 @@ def train_without_batch_40(argv: list[str], folder: Path, fate: str) -> int:
         return train.main(argv)
 
 
-FATES = {
+ENDINGS = {
     "hangs": (1, "did not arrive within 4 s: still after step 39, reading data"),
     "dies": (-9, "stopped or died, last seen (before the first|after) step.*"),
 }
 
 
-@pytest.mark.parametrize("fate", FATES)
-def test_a_rank_that_dies_or_hangs_is_reported(tokens, tmp_path, fate):
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_dies_or_hangs_is_reported(tokens, tmp_path, ending):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000 --timeout 4"
-    ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, fate)
-    status, said = FATES[fate]
+    ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, ending)
+    status, said = ENDINGS[ending]
     assert exit_statuses(ranks) == [1, status]
     line = f"train.py: error: rank 1 {said}; rank 0 is after step 39, computing\n"
     assert re.fullmatch(line, (tmp_path / "stderr").read_text())
@@ -136,7 +136,7 @@ def test_the_error_is_printed_whichever_thread_reads_first(tmp_path):
     assert "error: rank 1 stopped or died" in (tmp_path / "said").read_text()
 
 
-def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
+def lose_one_of_twelve(port: int, folder: Path, ending: str) -> int:
     """Either all ranks hang and the first to investigate dies, or rank 1 dies and collectives fail.
 
     `folder` gets a file for each rank that investigates, dies, or goes on to print its error.
@@ -152,17 +152,17 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
     def see(dog, ranks):
         if len(ranks) == 12:
             (folder / f"reads {rank}").touch()
-            if fate == "hang" and store.add("first reader", 1) == 1:
+            if ending == "hang" and store.add("first reader", 1) == 1:
                 die()
         return exchange(dog, ranks)
 
     few = mock.patch.multiple(watchdog, INVESTIGATORS=1)
     seen = mock.patch.object(watchdog.Watchdog, "exchange", see)
-    dog = watchdog.Watchdog(store, rank, 12, timeout=4 if fate == "hang" else 8)
+    dog = watchdog.Watchdog(store, rank, 12, timeout=4 if ending == "hang" else 8)
     dog.progress(7, "computing")
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file), few, seen:
         with contextlib.suppress(RuntimeError), dog:
-            time.sleep(1000 if fate == "hang" else 1)
+            time.sleep(1000 if ending == "hang" else 1)
             if rank == 1:
                 die()
             wait_until((folder / "rank 1").exists, 20)
@@ -171,10 +171,10 @@ def lose_one_of_twelve(port: int, folder: Path, fate: str) -> int:
     return 1
 
 
-@pytest.mark.parametrize("fate", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
-def test_few_ranks_investigate_even_if_one_of_them_dies(fate, tmp_path):
+@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
+def test_few_ranks_investigate_even_if_one_of_them_dies(ending, tmp_path):
     port = free_port()
-    ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, fate)
+    ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, ending)
     # After the forks, which would inherit its sockets
     server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     assert sorted(exit_statuses(ranks)) == [-9, *[1] * 11]
