@@ -187,7 +187,7 @@ def check_flags(words: list[str], flags: dict[str, list[str]], path: Path) -> No
 
 @functools.cache
 def names_of_tests() -> str:
-    return " ".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
+    return " ".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
 
 
 def check_command(words: list[str], path: Path) -> None:

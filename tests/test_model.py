@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable
 from unittest import mock
@@ -9,25 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import build_model
+from core.test_model import scaled
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from layout import checkpoint_activations
 from model import (
     MLP,
-    SIZES,
     Head,
     ModelConfig,
     RopeScaling,
-    Transformer,
     apply_rope,
     causal_attention,
     is_gpu,
     rope_table,
-    scale_frequencies,
 )
 from runtime.cli import RunError
 from sample import Sampling, draw, generate
@@ -36,36 +32,8 @@ SMALL = ModelConfig(
     vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16
 )
 
-COUNTS = {
-    # GPT-2's own 124,439,808 includes position embeddings and biases, which this decoder lacks:
-    # 50257 * 768 + 12 * (4 * 768^2 + 3 * 768 * 2048 + 2 * 768) + 768
-    "gpt2-124m": 123_551_232,
-    "tinyllama-1.1b": 1_100_048_384,  # as published
-    "olmo-1b": 1_176_764_416 + 33 * 2048,  # as published, plus the weights of our norms
-    "llama3-8b": 8_030_261_248,  # as published
-    "llama3-70b": 70_553_706_496,  # as published
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_named_sizes_have_their_published_parameter_counts(name):
-    with torch.device("meta"):
-        assert Transformer(SIZES[name]).parameter_count() == COUNTS[name]
-
 
 # ---- arithmetic
-
-
-def scaled(frequency: float, scaling: RopeScaling) -> float:
-    """Llama 3.1's RoPE scaling, as Meta published it."""
-    wavelength = 2 * math.pi / frequency
-    if wavelength < scaling.original_seq_len / scaling.high_freq_factor:
-        return frequency
-    if wavelength > scaling.original_seq_len / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    smooth = scaling.original_seq_len / wavelength - scaling.low_freq_factor
-    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def plain_decoder(config: ModelConfig, weights: dict, tokens: torch.Tensor) -> torch.Tensor:
@@ -127,14 +95,6 @@ def test_forward_matches_the_published_formula(config):
     targets = tokens.roll(-1)
     loss = F.cross_entropy(logits, targets)
     torch.testing.assert_close(model(tokens[None], targets[None]), loss, rtol=1e-5, atol=1e-5)
-
-
-def test_rope_scaling_matches_the_published_formula():
-    """With the settings of Llama 3.1, whose frequencies are fast, slow and in between."""
-    scaling = RopeScaling(8.0, 1.0, 4.0, original_seq_len=8192)
-    frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
-    expected = torch.tensor([scaled(frequency, scaling) for frequency in frequencies.tolist()])
-    torch.testing.assert_close(scale_frequencies(frequencies, scaling), expected)
 
 
 class Operations(TorchDispatchMode):
@@ -323,44 +283,6 @@ def test_weight_decay_excludes_norms_and_the_embedding(tied):
     matrices = {f"blocks.0.attention.{name}.weight" for name in ("q", "k", "v", "out")}
     matrices |= {f"blocks.0.mlp.{name}.weight" for name in ("gate", "up", "down")}
     assert decayed == (matrices if tied else matrices | {"head.weight"})
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_count_matrix_products_and_half_of_attention(tied):
-    """torch counts a forward pass, which computes all attention scores and masks half of them."""
-    config = dataclasses.replace(SMALL, tied=tied)
-    model = build_model(config)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, 16, dtype=torch.long))
-    by_operation = counter.get_flop_counts()["Global"]
-    products = by_operation[torch.ops.aten.mm]
-    attention = by_operation[torch.ops.aten.baddbmm] + by_operation[torch.ops.aten.bmm]
-    assert products + attention == counter.get_total_flops()
-    assert 16 * model.flops_per_token(16) == 3 * (products + attention / 2)
-
-
-SCALED = dataclasses.replace(SMALL, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16))
-
-
-def test_a_manifest_without_a_field_gives_its_default():
-    """A manifest may be older than the field."""
-    fields = dataclasses.asdict(SCALED)
-    del fields["norm_eps"]
-    assert ModelConfig.from_dict(fields) == SCALED
-
-
-def test_a_manifest_of_another_kind_of_model_is_refused():
-    fields = dataclasses.asdict(SCALED)
-    scaling = fields["rope_scaling"]
-    unknown = "does not match this code: missing fields: none; unknown fields: window$"
-    for other in ({"window": 4}, {"rope_scaling": scaling | {"window": 4}}):
-        with pytest.raises(ValueError, match=unknown):
-            ModelConfig.from_dict(fields | other)
-    required = "vocab_size, n_layer, n_head, n_kv_head, d_model, d_ff, seq_len"
-    with pytest.raises(ValueError, match=f"missing fields: {required}; unknown fields: vocab$"):
-        ModelConfig.from_dict({"vocab": 64})
-    with pytest.raises(ValueError, match="^its model has an invalid value: "):
-        ModelConfig.from_dict(fields | {"n_head": "four"})
 
 
 # ---- text

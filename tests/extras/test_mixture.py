@@ -1,5 +1,8 @@
 """--data A:0.7,B:0.3: every thousand sequences have these shares, on any mesh and when resumed."""
 
+import json
+
+import numpy as np
 import pytest
 from core.conftest import pool, tokens, train, write_tokens  # noqa: F401
 
@@ -74,3 +77,131 @@ def test_changed_shares_are_another_run(train, folders):  # noqa: F811
     assert train(1, f"--data {a}:0.5,{b}:0.5").status == 0
     refused = train(1, f"--data {a}:0.6,{b}:0.4 --max_steps 6")
     assert refused.status == 2 and "--data" in refused.error
+
+
+# --------------------------------------------------------------------------------------------------
+# Folders whose sequences show where they are from
+
+
+def write_folder(path, first_id: int, windows: int) -> None:
+    """Write 16 times the token first_id + w as window w, so that a sequence shows its window."""
+    path.mkdir()
+    ids = np.append(np.repeat(np.arange(first_id, first_id + windows), 16), 0)
+    meta = {"dtype": "uint16", "vocab_size": 257, "tokenizer": "bytes"}
+    for split in ("train", "val"):
+        ids.astype("<u2").tofile(path / f"{split}.bin")
+        meta[f"{split}_tokens"] = len(ids)
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.fixture
+def mixture(tmp_path) -> str:
+    write_folder(tmp_path / "web", 0, 60)
+    write_folder(tmp_path / "code", 100, 25)
+    return f"{tmp_path}/web:0.7,{tmp_path}/code:0.3"
+
+
+@pytest.mark.parametrize("shares", [[334, 333, 333], [1, 999], [331, 2, 89, 17, 561]])
+def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
+    items = []
+    for i, share in enumerate(shares):
+        write_folder(tmp_path / str(i), i, 1)
+        items.append(f"{tmp_path}/{i}:{share / 1000}")
+    dataset = data.open_dataset(data.open_folders(",".join(items)), "train", 16, seed=5)
+    turns = dataset[list(range(2000))][:, 0]
+    for first in (0, 1000):
+        assert turns[first : first + 1000].bincount().tolist() == shares
+    counts = np.cumsum(np.eye(len(shares))[turns], axis=0)  # (2000, folders)
+    due = np.arange(1, 2001)[:, None] * np.array(shares) / 1000
+    assert abs(counts - due).max() < 2
+
+
+def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
+    """So no sequence of the folder is read twice in an epoch."""
+    folders = data.open_folders(mixture)
+    read = data.open_dataset(folders, "train", 16, seed=0)[list(range(2100))][:, 0]
+    for folder, is_of_folder in zip(folders, (read < 100, read >= 100)):
+        of_folder = read[is_of_folder]
+        alone = data.TokenDataset(folder, "train", 16, seed=0)
+        assert of_folder.equal(alone[list(range(2100 * folder.share // 1000))][:, 0])
+
+
+def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
+    folders = data.open_folders(mixture)
+    facts = data.facts_of(folders)
+    assert (facts.vocab_size, facts.tokenizer) == (folders[1].vocab_size, folders[1].tokenizer_name)
+    assert facts.fingerprint.split(", ") == [folder.fingerprint for folder in folders]
+    assert facts.fingerprint.startswith("700/1000 of ")
+
+
+def test_the_order_of_a_mixture_has_not_changed(mixture):
+    """A run reads on where it stopped, also with later code."""
+    folders = data.open_folders(mixture)
+    dataset = data.open_dataset(folders, "train", 16, seed=5)
+    read = dataset[[*range(12), 999, 1000, 10**9]][:, 0].tolist()
+    assert read == [20, 33, 120, 54, 35, 114, 1, 34, 9, 100, 58, 13, 102, 13, 1]
+    val = data.open_dataset(folders, "val", 16, seed=None)
+    (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
+    assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
+
+
+def test_the_order_of_a_mixture_is_the_same_on_any_mesh(mixture):
+    """Nor does it depend on the number of workers, the micro-batch size or the start step."""
+    dataset = data.open_dataset(data.open_folders(mixture), "train", 16, seed=5)
+    expected = dataset[list(range(96))]
+    for ranks, micro_batch, workers, start_step in ((2, 2, 1, 1), (4, 1, 0, 7)):
+        for rank in range(ranks):
+            steps = range(start_step, 13)
+            indices = list(data.train_indices(steps, 8, micro_batch, rank, ranks))
+            for numbers, batch in zip(indices, data.loader(dataset, indices, workers), strict=True):
+                assert batch.equal(expected[numbers])
+
+
+@pytest.mark.parametrize("share, count", [(0.7, 10), (0.7, 77), (0.99, 2500)])
+def test_validation_of_a_mixture_keeps_its_shares(mixture, share, count):
+    """It spreads each part evenly, even one with more windows than thousandths (code at 0.01)."""
+    mixture = mixture.replace("0.7", f"{share}").replace("0.3", f"{1 - share:g}")
+    dataset = data.open_dataset(data.open_folders(mixture), "val", 16, seed=None)
+    (chosen,) = data.val_indices(count, len(dataset), count, 0, 1)
+    read = dataset[chosen][:, 0].tolist()
+    web = [token for token in read if token < 100]
+    assert len(web) == pytest.approx(share * count, abs=1)
+    assert web == pytest.approx([i * 60 // len(web) for i in range(len(web))], abs=1)
+    code = [token - 100 for token in read if token >= 100]
+    assert code == pytest.approx([i * 25 // len(code) for i in range(len(code))], abs=1)
+
+
+def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa: F811
+    write_folder(tmp_path / "run:1,x:0.5", 0, 20)
+    for path in (f"{tmp_path}/run:1,x:0.5", str(tokens)):
+        (folder,) = data.open_folders(path)
+        assert folder == data.open_folder(folder.path)
+    with pytest.raises(data.DataError, match="nowhere:here: no train.bin there"):
+        data.open_folders("nowhere:here")
+
+
+@pytest.mark.parametrize(
+    "shares, problem",
+    [
+        ("a,b:1", "it lacks the share of a$"),
+        ("a:0,b:1", "the share 0 of a is less than 0.001"),
+        ("a:-0.5,b:1.5", "the share -0.5 of a is less"),
+        ("a:0.0004,b:0.9996", "the share 0.0004 of a is less"),
+        ("a:0.6,b:0.5", "add up to 1.1, not 1"),
+        ("a:0.6", "add up to 0.6, not 1"),
+    ],
+)
+def test_an_invalid_mixture_is_refused_with_the_reason(shares, problem):
+    with pytest.raises(data.DataError, match=problem):
+        data.open_folders(shares)
+
+
+def test_a_start_prints_the_shares_and_the_epochs(train, mixture, tmp_path):  # noqa: F811
+    run = train(1, f"--data {mixture} --max_steps 20")
+    assert run.status == 0
+    # 160 sequences: 112 from the 60 of web, 48 from the 25 of code
+    for name, sequences, epochs, share in (("web", 60, 1.87, 0.7), ("code", 25, 1.92, 0.3)):
+        assert (
+            f"{tmp_path}/{name}: {sequences} sequences; 20 steps read {epochs} epochs at a share "
+            f"of {share}" in run.printed
+        )
