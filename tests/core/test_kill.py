@@ -6,6 +6,7 @@ ended. A job under torchrun spends most of its seconds on imports, so ranks of t
 place of torchrun's where torchrun adds nothing to what a row is about.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import torch
 
 import checkpoint
 
-from .conftest import SMALL, Job, Run, run_command
+from .conftest import SMALL, Job, Run, read_rows, run_command
 
 STEPS = 13
 SAVE_INTERVAL = 5
@@ -119,6 +120,14 @@ def incomplete(out: Path) -> list[Path]:
     return [path for path in entries if checkpoint.step_of(path) is None]
 
 
+def ends_of(out: Path) -> list[tuple[int, str]]:
+    """The rows with which starts ended. The last one is the last row of the log."""
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = read_rows(out / "metrics.jsonl", "end")
+    assert last == rows[-1]
+    return [(row["step"], row["end"]) for row in rows]
+
+
 def assert_same(out: Path, whole: Run) -> None:
     """Fail unless a run has the losses, weights and optimizer state of `whole`, bit for bit."""
     run = Run(out, 0, "", "")
@@ -186,8 +195,10 @@ def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
     if when is after_a_step:
         assert stopped <= seen + 1 + 2
     assert f"stopped after step {stopped}; the same command continues" in run.printed()
+    assert ends_of(run.out) == [(stopped, "stopped")]
 
     finish(pool, tokens, run.out, flags)
+    assert ends_of(run.out) == [(stopped, "stopped"), (STEPS, "finished")]
     assert_continued(before, run.out, stopped)
     assert_same(run.out, whole)
 
@@ -251,6 +262,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
     kill(run)
     assert run.wait() == status
     saved, before = saved_steps(run.out)[-1], run.rows()
+    assert run.rows("end") == []
     assert 0 < saved < STEPS
     if kill is kill_between_saves:
         assert saved == SAVE_INTERVAL < before[-1]["step"]

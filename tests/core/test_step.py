@@ -329,6 +329,8 @@ def test_too_many_skipped_updates_end_a_run_that_saves_no_such_weights(train):
     assert "\n" not in run.error
     assert run.steps() == []
     assert run.printed.count("NOT SAVED") == 4
+    (end,) = run.rows("end")
+    assert (end["step"], end["end"], end["error"]) == (5, "failed", run.error)
 
 
 def test_the_state_that_a_checkpoint_stores_has_these_names():
