@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import errors
 import optim
+from errors import UsageError
 from model import SIZES
-from runtime import cli
-from runtime.cli import UsageError
 
 BUILTIN = "tokens/python"
 
@@ -284,7 +284,7 @@ def parse(argv: list[str]) -> dict:
     return flags
 
 
-def parse_flags(parser: cli.Parser, argv: list[str]) -> dict:
+def parse_flags(parser: errors.Parser, argv: list[str]) -> dict:
     """Return {flag: value}; flags in `argv` override those of a --config file. Raises UsageError.
 
     `parser` has at least the flags of `build_parser`; those have no argparse defaults.
@@ -318,9 +318,9 @@ def named_run(flags: dict) -> str | None:
     return flags.get("init_from") if resume in ("auto", "never") else resume
 
 
-def build_parser() -> cli.Parser:
+def build_parser() -> errors.Parser:
     """Return a parser with one flag for each field of Config."""
-    parser = cli.Parser(
+    parser = errors.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
         description="Train a language model on one process, or on the N processes that\n"
@@ -355,7 +355,7 @@ def add_flag(group, f: dataclasses.Field) -> None:
     else:
         parse = f.metadata["parse"] or kind
         if f.metadata["ge"] is not None:
-            parse = cli.number(kind, f.metadata["ge"], f.metadata["lt"])
+            parse = errors.number(kind, f.metadata["ge"], f.metadata["lt"])
         options |= {"type": parse, "metavar": f.metadata["metavar"] or METAVARS[kind]}
     group.add_argument(f"--{f.name}", **options)
 
@@ -366,7 +366,7 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def config_flags(parser: cli.Parser, file: str, out: str | None) -> list[str]:
+def config_flags(parser: errors.Parser, file: str, out: str | None) -> list[str]:
     """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
 
     A new run in `out` does not take over resume and init_from from the config of another run.

@@ -31,8 +31,8 @@ from config import (
     profile_window,
 )
 from data import DataFacts
+from errors import UsageError
 from model import SIZES, ModelConfig, Transformer, activation_bytes_of_block
-from runtime.cli import UsageError
 from runtime.machine import Machine
 from runtime.preflight import NEW_RUN, Origin
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime import cli
-from runtime.cli import UsageError, plural
+import errors
+from errors import UsageError, plural
 from runtime.lock import try_lock
 from text import tokenizer
 from text.encode import Encoder, Splitter, tokenize
@@ -151,9 +151,9 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
 # The command
 
 
-def build_parser() -> cli.Parser:
+def build_parser() -> errors.Parser:
     """Return a parser whose results are the arguments of `prepare`."""
-    parser = cli.Parser(prog="prepare.py", description=__doc__)
+    parser = errors.Parser(prog="prepare.py", description=__doc__)
     add = parser.add_argument
     add(
         "--source",
@@ -168,12 +168,12 @@ def build_parser() -> cli.Parser:
     name_help = "bytes, gpt2 or the path of a tokenizer.json (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
-    fraction = cli.number(float, 1e-9, 1)
+    fraction = errors.number(float, 1e-9, 1)
     fraction_help = "fraction of the documents kept for validation (default: 0.05)"
     add("--val_fraction", type=fraction, default=0.05, metavar="F", help=fraction_help)
     add(
         "--num_threads",
-        type=cli.number(int, 1),
+        type=errors.number(int, 1),
         default=os.cpu_count(),
         metavar="N",
         help="threads that encode; does not change the tokens (default: all cores)",
@@ -194,7 +194,7 @@ def run_command(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("prepare.py", run_command, argv)
+    return errors.execute("prepare.py", run_command, argv)
 
 
 def exit_on_signal(number: int, frame) -> None:

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 import checkpoint
 import data
 import dist
+import errors
 from layout import Run
 from model import ModelConfig, Transformer, eval_mode
-from runtime import cli, run_folder
+from runtime import run_folder
 from runtime.machine import keep_freed_memory, read_machine
 from runtime.preflight import read_model
 from runtime.watchdog import Watchdog
@@ -42,7 +43,7 @@ def read_trained(path: Path) -> Trained:
     needed = ("model", "tokens_in_vocabulary", "tokenizer")
     missing = ", ".join(name for name in needed if name not in manifest)
     if missing:  # other programs than train.py may call save_state
-        raise cli.UsageError(
+        raise errors.UsageError(
             f"{path} is not a checkpoint of train.py: its manifest.json lacks {missing}; "
             "give a checkpoint that was written by train.py or tools.hf"
         )
@@ -113,7 +114,7 @@ def generate(
             logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
             logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
             if not logits.isfinite().all():
-                raise cli.RunError(
+                raise errors.RunError(
                     "the model's logits are not finite: its weights have diverged or are damaged"
                 )
             token = draw(logits, sampling, generator)
@@ -165,7 +166,9 @@ def gather_once(model: FSDPModule, run: Run, world: dist.World) -> None:
     """Have FSDP keep the weights that it gathers. Raises RunError if a rank lacks the memory."""
     size = model.parameter_count() * run.compute_dtype.itemsize // run.tp  # tp does not split norms
     if min(dist.on_all_ranks(free_memory, world)) < size:
-        raise cli.RunError(f"all weights, {size / 1e9:.1f} GB, do not fit in a rank's free memory")
+        raise errors.RunError(
+            f"all weights, {size / 1e9:.1f} GB, do not fit in a rank's free memory"
+        )
     model.set_reshard_after_forward(False)
 
 
@@ -184,8 +187,8 @@ def free_memory(world: dist.World) -> int:
 # The command
 
 
-def build_parser() -> cli.Parser:
-    parser = cli.Parser(prog="sample.py", description=__doc__)
+def build_parser() -> errors.Parser:
+    parser = errors.Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--run", required=True, type=Path, metavar="DIR", help="a run folder, or a checkpoint")
     add(
@@ -197,7 +200,7 @@ def build_parser() -> cli.Parser:
     )
 
     def add_number(flag: str, default: float, help: str, least: float = 0) -> None:
-        kind = cli.number(type(default), least, below=2**32)
+        kind = errors.number(type(default), least, below=2**32)
         add(flag, type=kind, default=default, metavar="N", help=f"{help} (default: {default})")
 
     add_number("--max_new_tokens", 500, "tokens to sample, unless the document ends earlier")
@@ -213,7 +216,7 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
     """The tokens of a prompt. Raises UsageError and TokenizerError."""
     tokens = tokenizer.encode(trained.tokenizer, prompt)
     if not 0 <= min(tokens) <= max(tokens) < trained.vocab_size:
-        raise cli.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
+        raise errors.UsageError(f"--prompt: token ids are 0 to {trained.vocab_size - 1}")
     seq_len = trained.config.seq_len
     if len(tokens) > seq_len:
         warning = f"the prompt has {len(tokens):,} tokens: the model sees the last {seq_len:,}"
@@ -251,9 +254,9 @@ def main(argv: list[str]) -> int:
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:
-            raise cli.RunError(str(error)) from None
+            raise errors.RunError(str(error)) from None
 
-    return cli.execute("sample.py", command)
+    return errors.execute("sample.py", command)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,14 @@ import checkpoint
 import config
 import data
 import dist
+import errors
 import layout
 import metrics
 import optim
 from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, cli, preflight, run_folder, startup_lines
+from runtime import agreement, preflight, run_folder, startup_lines
 from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
 from runtime.preflight import Origin
 from runtime.profiling import Profiler
@@ -332,7 +333,7 @@ def check_ranks_agree(
     claims = dist.on_all_ranks(agreement.local_claims, mesh, must_match, indices)
     agreement.compare_claims(claims)
     if difference := agreement.compare_replicas(state.tensors["model"]):
-        raise cli.UsageError(f"{difference}: start all ranks with the same flags, code and data")
+        raise errors.UsageError(f"{difference}: start all ranks with the same flags, code and data")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -479,7 +480,7 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
     log.say(line)
     log.end(step, "stopped")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's report on each host shows it once
-        cli.write_root_cause(line)
+        errors.write_root_cause(line)
     # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. With --max-restarts, torchrun
     # would restart a failed run at once: then return 0.
     will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
@@ -493,7 +494,7 @@ def record_failure(log: metrics.Log, state: State, kind: type | None, error, tra
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("train.py", command, argv)
+    return errors.execute("train.py", command, argv)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import dist
 import optim
-from runtime.cli import UsageError
+from errors import UsageError
 
 
 def format_ranks(ranks: list[int]) -> str:

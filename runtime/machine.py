@@ -9,7 +9,7 @@ import torch
 
 import dist
 import metrics
-from runtime.cli import UsageError
+from errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from config import (
     named_run,
 )
 from data import TokenFolder
+from errors import UsageError
 from metrics import read_log
 from model import ModelConfig
 from runtime import run_folder
-from runtime.cli import UsageError
 
 # --------------------------------------------------------------------------------------------------
 # The checkpoint that a start uses

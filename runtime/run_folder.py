@@ -22,8 +22,8 @@ from pathlib import Path
 import checkpoint
 import dist
 from checkpoint import CheckpointError, PathError
+from errors import UsageError
 from metrics import device_name, read_lines, read_log, replace_file
-from runtime.cli import UsageError
 from runtime.lock import is_at, try_lock
 
 

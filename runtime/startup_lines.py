@@ -8,9 +8,9 @@ import data
 import dist
 import metrics
 from config import named_run
+from errors import plural
 from layout import Run, estimate_memory
 from model import Transformer
-from runtime.cli import plural
 from runtime.preflight import Origin
 
 

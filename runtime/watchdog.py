@@ -5,12 +5,12 @@ What happens when rank 3 is killed in step 41:
 1. Collectives with rank 3 fail on other ranks, and the error passes through `Watchdog.__exit__`. If
    they hang instead, rank 2's heartbeat thread finds rank 3, which it watches, silent (`run`).
 2. A few of the ranks that notice this read all heartbeats (`abort_if_confirmed`). The first rank to
-   announce the failure prints who died after which step, for torchrun too (`cli.report_error`).
+   announce the failure prints who died after which step, for torchrun too (`errors.report_error`).
 3. Every rank ends, even if its main thread hangs: with status 1, or 0 if its run is complete
    (`abort`). On GPUs, NCCL's error handling may end a rank first, with a line of its own.
 4. `torchrun --max-restarts` or Slurm starts all ranks again, from the latest valid checkpoint.
 
-A rank whose own code fails prints its error (`cli.execute`); the other ranks then find it silent.
+A rank whose own code fails prints its error (errors.execute); the other ranks then find it silent.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from runtime import cli
+import errors
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
@@ -211,7 +211,7 @@ class Watchdog:
             if line:
                 # All ranks end now. torchrun reports the earliest failure as the cause: this one.
                 began = time.time() - self.timeout
-                cli.report_error(Path(sys.argv[0]).name, line, began=began)
+                errors.report_error(Path(sys.argv[0]).name, line, began=began)
             if self.rank == 0:
                 # Rank 0 may serve the store, from which other ranks read the announcement.
                 time.sleep(2 * self.interval)

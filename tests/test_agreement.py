@@ -17,8 +17,8 @@ import data
 import dist
 import model
 import prepare
+from errors import UsageError
 from runtime import agreement
-from runtime.cli import UsageError
 
 
 def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[int, str, str]:

@@ -27,8 +27,8 @@ from conftest import (
 )
 
 import checkpoint
+from errors import UsageError
 from runtime import run_folder
-from runtime.cli import UsageError
 from tools import plan
 from tools.measuring import hosts
 from tools.planning import predict

@@ -13,7 +13,7 @@ from conftest import CPU, FACTS, ROOT, resolve
 
 import layout
 from config import POLICIES, parse, profile_window
-from runtime.cli import UsageError
+from errors import UsageError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 

@@ -13,9 +13,9 @@ from test_tokenizer import make_json, small_gpt2
 import checkpoint
 import prepare
 import sample
+from errors import UsageError
 from model import ModelConfig
 from runtime import preflight
-from runtime.cli import UsageError
 from text import tokenizer
 from tools import hf
 

@@ -5,6 +5,7 @@ A leaf can be copied into another project as a single file.
 
 import ast
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import ROOT
 # Each file may import only files of earlier lines of this list.
 ORDER = [
     "model data dist optim checkpoint metrics",  # the leaves
-    "runtime.cli",
+    "errors",
     "runtime.lock runtime.machine runtime.profiling runtime.saver text.sources text.tokenizer",
     "runtime.agreement text.encode",
     "runtime.watchdog",
@@ -56,7 +57,7 @@ def parse(path: Path) -> ast.Module:
 
 @functools.cache
 def imported_modules(path: Path) -> set[str]:
-    """The modules that a file imports, for example {"torch", "runtime.cli"}."""
+    """The modules that a file imports, for example {"torch", "errors"}."""
     modules = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -78,6 +79,14 @@ def test_a_module_imports_only_earlier_modules(name):
 def test_a_leaf_imports_only_torch_numpy_and_the_stdlib(name):
     roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
     assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
+
+
+def test_errors_and_text_need_no_torch():
+    """So a refusal of prepare.py comes at once."""
+    code = "import sys, errors, prepare; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    roots = {module.split(".")[0] for module in imported_modules(MODULES["errors"])}
+    assert roots <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -13,8 +13,8 @@ import torch
 from conftest import TRAIN, Job, flags, free_port, is_running, listen, rows, wait_until
 
 import dist
+import errors
 import train
-from runtime import cli
 from tools import check
 
 FORK = multiprocessing.get_context("fork")
@@ -188,5 +188,5 @@ def test_a_second_job_with_the_same_port_does_not_harm_the_first(tokens, tmp_pat
 
 def test_the_error_of_a_failed_connection_suggests_a_remedy():
     reason = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:42420$1"
-    line = cli.explain(RuntimeError(f"[/gloo/transport/tcp/pair.cc:152] {reason}"))
+    line = errors.explain(RuntimeError(f"[/gloo/transport/tcp/pair.cc:152] {reason}"))
     assert f"cannot connect to another rank: {reason}; set GLOO_SOCKET_IFNAME (NCCL_SOCK" in line

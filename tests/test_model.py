@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from errors import RunError
 from layout import checkpoint_activations
 from model import (
     MLP,
@@ -25,7 +26,6 @@ from model import (
     is_gpu,
     rope_table,
 )
-from runtime.cli import RunError
 from sample import Sampling, draw, generate
 
 SMALL = ModelConfig(

@@ -8,10 +8,10 @@ from conftest import assert_close, build_model, build_run, resolve, train_step
 from test_memory import kept_for_backward
 from torch.profiler import profile
 
+import errors
 import layout
 import model
 import train
-from runtime import cli
 from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
 from sample import closing_sample
 from tools.planning.rehearse import rehearse
@@ -265,4 +265,4 @@ def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, r
 def test_a_compiler_error_is_explained_in_one_line():
     error = RuntimeError("backend='inductor' raised:")
     error.inner_exception = ValueError("no such backend\nand more")
-    assert cli.explain(error) == "--compile: no such backend"
+    assert errors.explain(error) == "--compile: no such backend"

@@ -18,7 +18,7 @@ from test_tokenizer import ADDED, prepared, small_gpt2
 
 import data
 import prepare
-from runtime.cli import UsageError
+from errors import UsageError
 from text import encode, sources
 from text.sources import STDIN, Corpus
 

@@ -23,9 +23,9 @@ import data
 import layout
 import train
 from config import POLICIES
+from errors import UsageError
 from model import ModelConfig
 from runtime import run_folder
-from runtime.cli import UsageError
 from runtime.lock import try_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-from runtime.cli import plural
+from errors import plural
 
 # Separates the documents of a text file.
 SEPARATOR = "<|endoftext|>"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+import errors
 from model import SIZES
-from runtime import cli
 from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
@@ -124,7 +124,7 @@ def flags_of_runs(args: Namespace) -> dict[str, str]:
             flags += f" --global_batch_size {GRAD_ACCUM_STEPS * sequences} {args.flags}"
             runs |= {name: flags, f"{name}, micro_batch": f"{flags} --grad_sync micro_batch"}
     if not runs:
-        raise cli.UsageError("no strategy is left: hsdp needs an even --nproc, single --hosts 1")
+        raise errors.UsageError("no strategy is left: hsdp needs an even --nproc, single --hosts 1")
     return runs
 
 
@@ -163,7 +163,7 @@ def nanogpt(args: Namespace) -> list[dict]:
     """
     dataset = args.path / "data" / args.dataset
     if not (dataset / "train.bin").exists():
-        raise cli.UsageError(
+        raise errors.UsageError(
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone nanoGPT and run its prepare.py"
         )
@@ -232,7 +232,7 @@ MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshar
 def count(default: int | None, what: str) -> dict:
     """Return argparse options of a positive integer. `what` explains a default that is None."""
     help = what if default is None else f"{what} (default: {default})"
-    return dict(type=cli.number(int, 1), default=default, metavar="N", help=help)
+    return dict(type=errors.number(int, 1), default=default, metavar="N", help=help)
 
 
 COMMON = {
@@ -274,7 +274,7 @@ def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """Return the flags of a benchmark, each with a value."""
-    parser = cli.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
+    parser = errors.Parser(prog="tools.bench", description="Measure nanoshard on this machine.")
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, table in TABLES.items():
         text = inspect.getdoc(table)
@@ -317,7 +317,7 @@ def three_digits(number: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.bench", bench, argv)
+    return errors.execute("tools.bench", bench, argv)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,11 @@ import checkpoint
 import config
 import data
 import dist
+import errors
 import layout
 import metrics
 from layout import Run
-from runtime import agreement, cli, preflight, watchdog
+from runtime import agreement, preflight, watchdog
 from runtime.machine import Machine, read_machine
 from runtime.preflight import NEW_RUN
 from runtime.watchdog import Watchdog
@@ -103,7 +104,7 @@ class Ranks:
         parent.mkdir(parents=True, exist_ok=True)  # --out of a planned run may not exist yet
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
-            raise cli.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
+            raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         data_path = config.flag_value(flags, "data")
         if data_path == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
@@ -322,7 +323,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
     parser.description = "Check the ranks for a planned run, whose train.py flags are accepted."
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--fuzz", type=cli.number(int, 1), metavar="N", help="draw N runs of 1 to 4 ranks (--seed)")
+    add(
+        "--fuzz",
+        type=errors.number(int, 1),
+        metavar="N",
+        help="draw N runs of 1 to 4 ranks (--seed)",
+    )
     add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run, as printed by --fuzz")
     given = config.parse_flags(parser, [*argv, *SHORT.split()])
     own = {name: given.pop(name) for name in ("json", "fuzz", "draw")}
@@ -330,9 +336,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
     if options.fuzz or options.draw:
         typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
         if others := typed - {"--fuzz", "--draw", "--seed"}:
-            raise cli.UsageError(f"--fuzz draws the flags of its runs: leave out {min(others)}")
+            raise errors.UsageError(f"--fuzz draws the flags of its runs: leave out {min(others)}")
     if options.json and not options.json.absolute().parent.is_dir():
-        raise cli.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
+        raise errors.UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
     return options, given
 
 
@@ -396,7 +402,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.check", command, argv)
+    return errors.execute("tools.check", command, argv)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import checkpoint
+import errors
 from checkpoint import CheckpointError, PathError
-from runtime import cli
 from runtime.run_folder import checkpoints_at, newest_checkpoint
 
 FULL = "full.safetensors"
@@ -123,8 +123,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 # The command
 
 
-def build_parser() -> cli.Parser:
-    parser = cli.Parser(prog="tools.checkpoint", description=__doc__)
+def build_parser() -> errors.Parser:
+    parser = errors.Parser(prog="tools.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     path = {"metavar": "RUN|CHECKPOINT", "type": Path}
 
@@ -149,7 +149,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.checkpoint", run, argv)
+    return errors.execute("tools.checkpoint", run, argv)
 
 
 if __name__ == "__main__":

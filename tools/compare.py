@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+import errors
+from errors import UsageError
 from metrics import read_log
-from runtime import cli
-from runtime.cli import UsageError
 from runtime.run_folder import read_starts
 from tools.measuring import commits
 from tools.measuring.harness import temporary_folder
@@ -426,8 +426,8 @@ def describe_pair(first: Log, log: Log, tolerance: float) -> str:
 def describe_equal(first: Log, log: Log, tolerance: float) -> str:
     """State that all values of two commits are equal, with the number of common parameters."""
     names = first.parameters() & log.parameters()
-    parameters = cli.plural(len(names), "parameter")
-    steps = cli.plural(len(log.training), "step")
+    parameters = errors.plural(len(names), "parameter")
+    steps = errors.plural(len(log.training), "step")
     within = f"within {tolerance:g}" if tolerance else "bit for bit"
     return f"{first.name} and {log.name} are equal {within}: losses and {parameters} in {steps}"
 
@@ -448,16 +448,16 @@ def bytes_sent(run: Path) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(prog="tools.compare", description=__doc__)
+    parser = errors.Parser(prog="tools.compare", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"
     add("--commits", nargs=2, metavar=("A", "B"), help=help)
     help = "ranks of each run of --commits (default: 2)"
-    add("--nproc_per_node", type=cli.number(int, 1), default=2, metavar="N", help=help)
+    add("--nproc_per_node", type=errors.number(int, 1), default=2, metavar="N", help=help)
     help = "relative difference above which a loss or a parameter counts as different (default: "
     help += "0.01; for commits: 0)"
-    add("--tolerance", type=cli.positive_number, metavar="T", help=help)
+    add("--tolerance", type=errors.positive_number, metavar="T", help=help)
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
     if bool(args.runs) == bool(args.commits) or (args.runs and args.flags):
@@ -484,7 +484,7 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.compare", run, argv)
+    return errors.execute("tools.compare", run, argv)
 
 
 if __name__ == "__main__":

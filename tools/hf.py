@@ -19,10 +19,11 @@ import tiktoken
 import torch
 
 import checkpoint
+import errors
 from config import Config
+from errors import UsageError
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import cli, run_folder
-from runtime.cli import UsageError
+from runtime import run_folder
 from sample import read_trained
 from text import tokenizer
 from tools.checkpoint import new_folder, read_full, write_full
@@ -424,8 +425,8 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
 CONVERT = {"export": export_model, "import": import_model}
 
 
-def build_parser() -> cli.Parser:
-    parser = cli.Parser(prog="tools.hf", description=__doc__)
+def build_parser() -> errors.Parser:
+    parser = errors.Parser(prog="tools.hf", description=__doc__)
     parser.add_argument("command", choices=CONVERT)
     parser.add_argument("source", type=Path, help="a run or a checkpoint; a model folder to import")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
@@ -437,7 +438,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         CONVERT[args.command](args.source, args.out)
 
-    return cli.execute("tools.hf", command)
+    return errors.execute("tools.hf", command)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ import torch
 import config
 import data
 import dist
+import errors
 from data import DataFacts
+from errors import UsageError
 from layout import Run
 from model import SIZES
-from runtime import cli, preflight, run_folder
-from runtime.cli import UsageError
+from runtime import preflight, run_folder
 from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.bench import add_flags, count
@@ -43,7 +44,7 @@ from tools.report import seconds
 
 
 def number(metavar: str, help: str, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=cli.positive_number, default=default)
+    return dict(metavar=metavar, help=help, type=errors.positive_number, default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
@@ -73,7 +74,7 @@ FLAGS = {
 }
 
 
-def build_parser() -> cli.Parser:
+def build_parser() -> errors.Parser:
     parser = config.build_parser()
     parser.prog = "tools.plan"
     parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...], or --run DIR"
@@ -473,7 +474,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.plan", run, argv)
+    return errors.execute("tools.plan", run, argv)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import data
 import dist
+import errors
 import layout
 import optim
 import train
 from checkpoint import CheckpointError
 from config import DEFAULTS
+from errors import UsageError, plural
 from layout import Run
 from model import eval_mode
-from runtime import cli, preflight, run_folder
-from runtime.cli import UsageError, plural
+from runtime import preflight, run_folder
 from runtime.machine import read_machine
 from runtime.preflight import Origin
 from runtime.startup_lines import say
@@ -353,10 +354,10 @@ def is_finite(*values: object) -> bool:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(prog="tools.replay", description=__doc__)
+    parser = errors.Parser(prog="tools.replay", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run folder, for example runs/mine")
-    add("step", metavar="STEP", nargs="?", type=cli.number(int, 1), help="the step to repeat")
+    add("step", metavar="STEP", nargs="?", type=errors.number(int, 1), help="the step to repeat")
     add("--data", metavar="DIR", help="the run's data, if it has moved")
     return parser.parse_args(argv)
 
@@ -386,7 +387,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.replay", run, argv)
+    return errors.execute("tools.replay", run, argv)
 
 
 if __name__ == "__main__":

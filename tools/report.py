@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import errors
+from errors import UsageError
 from metrics import replace_file
-from runtime import cli
-from runtime.cli import UsageError
 from runtime.run_folder import read_starts
 from tools import compare
 
@@ -222,7 +222,7 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(prog="tools.report", description=__doc__)
+    parser = errors.Parser(prog="tools.report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "the page (default: report.html)"
@@ -246,7 +246,7 @@ def report(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return cli.execute("tools.report", report, argv)
+    return errors.execute("tools.report", report, argv)
 
 
 if __name__ == "__main__":

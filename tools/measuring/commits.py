@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from runtime.cli import RunError, UsageError
+from errors import RunError, UsageError
 from tools.measuring.harness import ROOT, TORCHRUN, finish_all
 
 WORKING_TREE = "."

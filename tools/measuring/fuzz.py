@@ -31,9 +31,9 @@ import data
 import dist
 import layout
 import prepare
+from errors import UsageError, plural
 from layout import Run
 from model import ModelConfig
-from runtime.cli import UsageError, plural
 from runtime.machine import read_machine
 from runtime.preflight import NEW_RUN, Origin
 from runtime.watchdog import Watchdog

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import metrics
-from runtime.cli import RunError
+from errors import RunError
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from runtime.cli import UsageError
+from errors import UsageError
 from tools.measuring.harness import TORCHRUN
 
 PORTS = itertools.count(29500)  # for the rendezvous, one for each job

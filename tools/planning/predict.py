@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import dist
 import layout
 from data import DataFacts
+from errors import UsageError
 from layout import Run
-from runtime.cli import UsageError
 from runtime.machine import Machine
 from runtime.preflight import NEW_RUN, Origin
 from tools.planning.rehearse import Communication, Operation, Rehearsal

@@ -1,4 +1,7 @@
-"""Shared by all commands: one-line usage errors, exit statuses, --version, plurals."""
+"""What every command shares: errors that end it in one line, and a parser that raises them.
+
+Only the standard library is imported, so that --help and a refusal need no torch.
+"""
 
 import argparse
 import contextlib

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from runtime import cli
+import errors
 
 LARGE = "can't allocate memory"
 NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
@@ -15,8 +15,8 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
 @pytest.mark.parametrize(
     "error, status, said",
     [
-        (cli.UsageError("--lr is too high"), 2, "--lr is too high\n"),
-        (cli.RunError("no memory is left"), 1, "no memory is left\n"),
+        (errors.UsageError("--lr is too high"), 2, "--lr is too high\n"),
+        (errors.RunError("no memory is left"), 1, "no memory is left\n"),
         (OSError(28, "No space left"), 1, "[Errno 28] No space left\n"),
         (RuntimeError(f"DefaultCPUAllocator: {LARGE}."), 1, f"{LARGE}; {NO_MEMORY}"),
         (RuntimeError("calculation overflowed"), 1, f"calculation overflowed; {NO_MEMORY}"),
@@ -26,7 +26,7 @@ NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
     ],
 )
 def test_an_expected_error_gives_one_line_and_a_status(capsys, error, status, said):
-    assert cli.execute("prog", mock.Mock(side_effect=error)) == status
+    assert errors.execute("prog", mock.Mock(side_effect=error)) == status
     assert capsys.readouterr() == ("", said and f"prog: error: {said}")
 
 
@@ -39,7 +39,7 @@ def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank)
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("RANK", str(rank))
-    assert cli.execute("train.py", mock.Mock(side_effect=cli.UsageError("--lr is high"))) == 2
+    assert errors.execute("train.py", mock.Mock(side_effect=errors.UsageError("--lr is high"))) == 2
     ended = ProcessFailure(1 - rank, pid=8, exitcode=-15, error_file="missing")
     failed = ProcessFailure(rank, pid=7, exitcode=2, error_file=str(file))
     by_rank = {0: failed, 1: ended} if rank == 0 else {0: ended, 1: failed}
@@ -52,9 +52,12 @@ def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank)
 
 
 def test_execute_returns_the_status_of_the_command():
-    assert [cli.execute("prog", mock.Mock(return_value=result)) for result in (None, 75)] == [0, 75]
+    assert [errors.execute("prog", mock.Mock(return_value=result)) for result in (None, 75)] == [
+        0,
+        75,
+    ]
 
 
 def test_an_unexpected_error_is_raised():
     with pytest.raises(ZeroDivisionError):
-        cli.execute("prog", lambda: 1 // 0)
+        errors.execute("prog", lambda: 1 // 0)
