@@ -24,7 +24,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
-COMMANDS += [f"tools.{path.stem}" for path in ROOT.glob("tools/[a-z]*.py")]
+TOOLS = {path.stem for path in ROOT.glob("tools/[a-z]*.py")} - {"common"}
+COMMANDS += [f"tools.{name}" for name in sorted(TOOLS)]
 # Flags of sbatch, srun, lm_eval, and torchrun of torch 2.13
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]
 FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]

@@ -27,6 +27,7 @@ ORDER = [
     "sample",
     "runtime.startup_lines",
     "train",
+    "tools.common",
     "tools.planning.rehearse",
     "tools.planning.predict",
     "tools.checkpoint tools.measuring.harness",
@@ -79,6 +80,15 @@ def test_a_module_imports_only_earlier_modules(name):
 def test_a_leaf_imports_only_torch_numpy_and_the_stdlib(name):
     roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
     assert roots <= {"torch", "numpy", *sys.stdlib_module_names}
+
+
+# What decides how a run starts, and the run: their changes should reach one file of tools/
+STARTS = {"config", "layout", "train", "runtime.preflight", "runtime.run_folder"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tools.")])
+def test_one_file_of_tools_knows_how_a_run_starts(name):
+    assert name == "tools.common" or not imported_modules(MODULES[name]) & STARTS
 
 
 def test_errors_and_text_need_no_torch():

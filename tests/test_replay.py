@@ -13,8 +13,7 @@ from conftest import call_train, contents, flags, listen, rows
 import checkpoint
 import data
 import model
-import train
-from tools import replay
+from tools import common, replay
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
 SEQUENCE = re.compile(r"sequence (\d+), (\S+) at token (\d+): (.*)")
@@ -111,7 +110,7 @@ def test_replay_skips_a_damaged_checkpoint(single):
 def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path, monkeypatch):
     early, late = (single / f"checkpoints/step-0000000{step}" for step in (2, 4))
     late.rename(tmp_path / "not saved yet")
-    real_load = train.load
+    real_load = common.load
 
     def load(state, origin, *rest):
         if origin.path == early:
@@ -122,7 +121,7 @@ def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path, mo
             raise checkpoint.CheckpointError("rank-00000.safetensors is missing")
         real_load(state, origin, *rest)
 
-    monkeypatch.setattr(train, "load", load)
+    monkeypatch.setattr(common, "load", load)
     status, out, _ = listen([str(single), "6"], replay.main)
     assert status == 0 and f"passed over {early}: rank-00000.safetensors is missing" in out
     assert f"2 steps after {late}" in out and differences(out) == [0, 0]
@@ -185,13 +184,13 @@ def plant(monkeypatch):
 
     For a method, this is the argument after self.
     """
-    real_step, steps = train.train_step, [0]
+    real_step, steps = common.train_step, [0]
 
     def train_step(forward, optimizer, batches, step, *rest):
         steps.append(step)
         return real_step(forward, optimizer, batches, step, *rest)
 
-    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(common, "train_step", train_step)
 
     def call(step, owner, name, change):
         real = getattr(owner, name)

@@ -39,17 +39,14 @@ from torch.distributed import P2POp
 from torch.utils import collect_env
 
 import checkpoint
-import config
 import data
 import dist
 import errors
-import layout
 import metrics
-from layout import Run
-from runtime import agreement, preflight, watchdog
-from runtime.machine import Machine, read_machine
-from runtime.preflight import NEW_RUN
+from runtime import agreement, watchdog
 from runtime.watchdog import Watchdog
+from tools import common
+from tools.common import Machine, Run, flag_value, read_machine
 from tools.measuring import fuzz
 from tools.measuring.parity import (
     GRADIENTS,
@@ -105,21 +102,17 @@ class Ranks:
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
-        data_path = config.flag_value(flags, "data")
-        if data_path == config.BUILTIN:
-            dist.on_rank0(preflight.prepare_builtin)
-        self.folders = data.open_folders(data_path)
+        self.folders = common.open_data(flags)
         self.machine = dist.on_rank0(read_machine, world)
-        self.origin = NEW_RUN
-        if named := config.named_run(flags):
-            origin = dist.on_rank0(preflight.read_named, flags, named, {})
-            self.origin = dataclasses.replace(origin, step=0, only_weights=True)
+        self.origin = dist.on_rank0(common.named_origin, flags)
+        if self.origin.path:
+            self.origin = dataclasses.replace(self.origin, step=0, only_weights=True)
         self.flags = shorten(self.resolve(flags, self.machine))
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
         """Return the run of `flags`, with the model of their checkpoint, if they give one."""
-        return layout.resolve(flags, machine, data.facts_of(self.folders), self.origin)
+        return common.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
         """Train as parity.train_watched does. A run of the same name continues."""
@@ -314,7 +307,7 @@ def check_profile(check: Check, profile: dict, sent: list[rehearse.Communication
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
     """Return the flags of this command, and those of the planned run. Raises UsageError."""
-    parser = config.build_parser()
+    parser = common.build_parser()
     parser.prog = "tools.check"
     parser.usage = (
         "torchrun ... -m tools.check [--FLAG VALUE ...]\n"
@@ -330,7 +323,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
         help="draw N runs of 1 to 4 ranks (--seed)",
     )
     add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run, as printed by --fuzz")
-    given = config.parse_flags(parser, [*argv, *SHORT.split()])
+    given = common.parse_flags(parser, [*argv, *SHORT.split()])
     own = {name: given.pop(name) for name in ("json", "fuzz", "draw")}
     options = argparse.Namespace(**own, out=given.get("out"), argv=argv)
     if options.fuzz or options.draw:
@@ -347,14 +340,14 @@ def command(argv: list[str]) -> int:
     options, flags = parse(argv)
     dist.refuse_other_launchers()
     if options.fuzz or options.draw:
-        return fuzz.fuzz(options.fuzz, config.flag_value(flags, "seed"), options.draw)
+        return fuzz.fuzz(options.fuzz, flag_value(flags, "seed"), options.draw)
     return check_ranks(options, flags)
 
 
 def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     """Check the planned run on every rank. Rank 0 prints and writes the results."""
-    timeout = config.flag_value(flags, "timeout")
-    device = config.flag_value(flags, "device")
+    timeout = flag_value(flags, "timeout")
+    device = flag_value(flags, "device")
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
     world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
     with Watchdog(world.store, world.rank, world.size, timeout) as guard:

@@ -19,7 +19,7 @@ from torch import Tensor
 import checkpoint
 import errors
 from checkpoint import CheckpointError, PathError
-from runtime.run_folder import checkpoints_at, newest_checkpoint
+from tools.common import checkpoints_at, newest_checkpoint
 
 FULL = "full.safetensors"
 

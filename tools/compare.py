@@ -22,7 +22,7 @@ import numpy as np
 import errors
 from errors import UsageError
 from metrics import read_log
-from runtime.run_folder import read_starts
+from tools.common import read_starts
 from tools.measuring import commits
 from tools.measuring.harness import temporary_folder
 

@@ -20,12 +20,11 @@ import torch
 
 import checkpoint
 import errors
-from config import Config
 from errors import UsageError
 from model import ModelConfig, RopeScaling, Transformer
-from runtime import run_folder
 from sample import read_trained
 from text import tokenizer
+from tools import common
 from tools.checkpoint import new_folder, read_full, write_full
 
 # Module of the decoder -> module of Hugging Face's Llama
@@ -77,7 +76,7 @@ def export_model(source: Path, out: Path) -> None:
 
     Reads one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    path = run_folder.newest_checkpoint(source)
+    path = common.newest_checkpoint(source)
     trained = read_trained(path)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
     config = to_hf(trained.config, encoding)
@@ -269,7 +268,7 @@ def read_sizes(hf: dict) -> dict[str, int]:
     """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
     sizes = {ours: hf[field] for ours, field in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
-    limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(Config)}
+    limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(common.Config)}
     for name, size in sizes.items():
         below = min(limits.get(name, 2**32), 2**32)
         if type(size) is not int or not 1 <= size < below:

@@ -18,25 +18,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-import config
 import data
 import dist
 import errors
 from data import DataFacts
 from errors import UsageError
-from layout import Run
 from model import SIZES
-from runtime import preflight, run_folder
-from runtime.machine import read_machine
-from runtime.preflight import NEW_RUN, Origin
+from tools import common
 from tools.bench import add_flags, count
+from tools.common import Origin, Run, flag_value, recorded_origin
 from tools.compare import read
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal, rehearse
-from tools.replay import recorded_origin
 from tools.report import seconds
 
 # --------------------------------------------------------------------------------------------------
@@ -75,7 +69,7 @@ FLAGS = {
 
 
 def build_parser() -> errors.Parser:
-    parser = config.build_parser()
+    parser = common.build_parser()
     parser.prog = "tools.plan"
     parser.usage = "python -m tools.plan --world_size N [--FLAG VALUE ...], or --run DIR"
     parser.description = (
@@ -102,7 +96,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
 
     Raises UsageError, MeshError and DataError.
     """
-    given = config.parse_flags(build_parser(), argv)
+    given = common.parse_flags(build_parser(), argv)
     options = argparse.Namespace(**{name: given[name] for name in FLAGS})
     flags = {name: value for name, value in given.items() if name not in FLAGS}
     typed = {word.split("=")[0].removeprefix("--") for word in argv}
@@ -111,11 +105,9 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
         request, measured = read_run(options, flags)
         return request, options, measured
-    flags.setdefault("out", config.default_out(flags))
+    flags.setdefault("out", common.default_out(flags))
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
-    origin = NEW_RUN
-    if named := config.named_run(flags):
-        origin = preflight.read_named(flags, named, damaged={})
+    origin = common.named_origin(flags)
     request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
     predict.peak_flops(cluster, request.resolve())  # raises early if the speed is unknown
     return request, options, None
@@ -123,10 +115,10 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
 
 def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
     """Return the facts of the token folder, or without one, those that follow from the model."""
-    path = config.flag_value(flags, "data")
+    path = flag_value(flags, "data")
     if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
         return data.facts_of(data.open_folders(path))
-    model_config = origin.model_config or SIZES[config.flag_value(flags, "model")]
+    model_config = origin.model_config or SIZES[flag_value(flags, "model")]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
 
 
@@ -147,7 +139,7 @@ def make_cluster(
         "host_bandwidth": options.inter_host_bandwidth,
     }
     given = {name: 1e9 * value for name, value in bandwidths.items() if value}
-    here = read_machine(dist.World(0, world_size, 0, local_size, torch.device("cpu"), None, None))
+    here = common.fake_machine(world_size, local_size)
     return Cluster(
         world_size=world_size,
         device_type=device_type,
@@ -166,7 +158,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     """
     folder = options.run
     log = read(folder, folder)
-    starts = run_folder.read_starts(Path(folder))
+    starts = common.read_starts(Path(folder))
     start = starts[-1]
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:

@@ -29,20 +29,14 @@ import checkpoint
 import data
 import dist
 import errors
-import layout
 import optim
-import train
 from checkpoint import CheckpointError
-from config import DEFAULTS
 from errors import UsageError, plural
-from layout import Run
 from model import eval_mode
-from runtime import preflight, run_folder
-from runtime.machine import read_machine
-from runtime.preflight import Origin
-from runtime.startup_lines import say
 from runtime.watchdog import SLOW_FACTOR, Watchdog
 from text import tokenizer
+from tools import common
+from tools.common import DEFAULTS, Origin, Run, State, read_machine, recorded_origin, say
 from tools.compare import read_rows, relative_difference
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
@@ -88,18 +82,6 @@ def start_of(starts: list[dict], step: int) -> dict:
     return earlier[-1]
 
 
-def recorded_origin(out: Path, start: dict) -> Origin:
-    """Return the origin for layout.resolve to resolve a start of `out` again. Raises UsageError.
-
-    The recorded values count as kept, not as typed: a typed warmup_steps must not exceed max_steps,
-    but a default that was recorded may.
-    """
-    values = preflight.recorded_values(start)
-    if unknown := values.keys() - DEFAULTS.keys():
-        raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
-    return Origin(model_config=preflight.read_model(out, start), kept_values=values)
-
-
 # --------------------------------------------------------------------------------------------------
 # The run up to the step
 
@@ -109,17 +91,17 @@ class Step:
     """A step that is about to be taken."""
 
     run: Run
-    state: train.State
+    state: State
     forward: nn.Module
     micro_batches: list[Tensor]  # of this rank, (B, T + 1)
 
     def take(self, measure: bool = False) -> tuple[dict, optim.ParameterTable | None]:
-        """Take the step as train.py does: see train.train_step."""
+        """Take the step as train.py does: see common.train_step."""
         run, step = self.run, self.state.step
         lr = optim.learning_rate(step, run)
         how = (step, lr, run.grad_accum_steps, run.grad_sync, measure)
         batches = iter(self.micro_batches)
-        return train.train_step(self.forward, self.state.optimizer, batches, *how)
+        return common.train_step(self.forward, self.state.optimizer, batches, *how)
 
 
 class Replay:
@@ -164,7 +146,7 @@ class Replay:
                 f"{self.out} ran on {plural(start['ranks'], 'rank')} after step {start['step']}, "
                 f"not on {self.world.size}: start as many, or one process without torchrun"
             )
-        return layout.resolve(flags, read_machine(self.world), self.facts, origin)
+        return common.resolve(flags, read_machine(self.world), self.facts, origin)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
         """Group the steps `first` to `last` by the start that trained them: (its run, steps)."""
@@ -172,7 +154,7 @@ class Replay:
         by_start = itertools.groupby(range(first, last + 1), trained_by)
         return [(self.resolve(start), list(steps)) for start, steps in by_start]
 
-    def begin(self, last: int, step_time: float | None) -> tuple[train.State, nn.Module]:
+    def begin(self, last: int, step_time: float | None) -> tuple[State, nn.Module]:
         """Build the model with weights from before step `last`: of a checkpoint, or initial ones.
 
         Prints the number of steps to take and how long they should take: `step_time` seconds for
@@ -205,8 +187,8 @@ class Replay:
                     estimate = f"about {count * turns * step_time:,.0f} s, the log's "
                     estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
                 say(world, [f"step {last} of {self.out}: {distance}, {estimate}"])
-                state, forward = train.build(run, self.mesh)
-                train.load(state, origin, self.mesh, self.watchdog)
+                state, forward = common.build(run, self.mesh)
+                common.load(state, origin, self.mesh, self.watchdog)
                 return state, forward
             except (CheckpointError, dist.RankError) as error:
                 say(world, [f"passed over {path}: {error}"])
@@ -218,10 +200,10 @@ class Replay:
         for i, (run, steps) in enumerate(self.segments(state.step + 1, last)):
             if i > 0:  # the run continued here, perhaps with other flags
                 source = dict(checkpoint.flatten(state.tensors))
-                state, forward = train.build(run, self.mesh)
+                state, forward = common.build(run, self.mesh)
                 for name, tensor in checkpoint.flatten(state.tensors):
                     checkpoint.part_of(tensor).copy_(checkpoint.part_of(source[name]))
-            batches = train.MicroBatches(
+            batches = common.MicroBatches(
                 run, self.mesh, self.train_data, self.watchdog, start_step=steps[0] - 1
             )
             for state.step in steps:
@@ -262,7 +244,7 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
             values, _ = step.take()
             if values["skipped_in_a_row"].value > 0:
                 tell([f"step {number}: its update is skipped"])
-    indices = train.local_train_indices(step.run, replay.mesh, range(last, last + 1))
+    indices = common.local_train_indices(step.run, replay.mesh, range(last, last + 1))
     losses = sequence_losses(step, indices, replay.watchdog)
     values, table = step.take(measure=True)
     found = {"loss": fmean(dist.on_all_ranks(values["loss"].item))}  # as in a row of the log
@@ -364,7 +346,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run(argv: list[str]) -> None:
     args = parse(argv)
-    starts = run_folder.read_starts(args.run)
+    starts = common.read_starts(args.run)
     if not starts:
         raise UsageError(f"{args.run} is not a run folder: it has no starts.jsonl")
     rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
@@ -372,7 +354,7 @@ def run(argv: list[str]) -> None:
         nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"
         print(*(list(describe_spikes(args.run, rows)) or [nothing]), sep="\n")
         return
-    values = DEFAULTS | preflight.recorded_values(start_of(starts, args.step))
+    values = DEFAULTS | common.recorded_values(start_of(starts, args.step))
     device = "cpu" if values["device"] == "cpu" else "auto"
     timeout = timedelta(seconds=values["timeout"])
     world = dist.start(device, SLOW_FACTOR * timeout, join_timeout=timeout)

@@ -20,8 +20,8 @@ from statistics import median
 import errors
 from errors import UsageError
 from metrics import replace_file
-from runtime.run_folder import read_starts
 from tools import compare
+from tools.common import read_starts
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for

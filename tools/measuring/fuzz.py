@@ -26,18 +26,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import config
 import data
 import dist
-import layout
 import prepare
 from errors import UsageError, plural
-from layout import Run
 from model import ModelConfig
-from runtime.machine import read_machine
-from runtime.preflight import NEW_RUN, Origin
 from runtime.watchdog import Watchdog
+from tools import common
 from tools.checkpoint import read_full
+from tools.common import NEW_RUN, Origin, Run
 from tools.measuring import parity
 from tools.measuring.harness import temporary_folder
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
@@ -177,7 +174,7 @@ class Fuzzer:
         self.data_path = str(root / "tokens")
         write_tokens(root)
         self.facts = data.facts_of(data.open_folders(self.data_path))
-        self.flags = config.parse_flags(config.build_parser(), FLAGS.split())
+        self.flags = common.parse_flags(common.build_parser(), FLAGS.split())
         self.reference = functools.cache(self.train_reference)
         self.count = 0  # runs so far
 
@@ -188,7 +185,7 @@ class Fuzzer:
         dp_size = dp_replicate * dp_shard
         sequences = self.flags["global_batch_size"] // dp_size  # of a rank
         flags = self.flags | {
-            **{name: value for name, value in draw.items() if name in config.DEFAULTS},
+            **{name: value for name, value in draw.items() if name in common.DEFAULTS},
             "micro_batch_size": max(1, sequences // draw["grad_accum_steps"]),
             "strategy": strategy,
             "dp_replicate": dp_replicate,
@@ -199,8 +196,7 @@ class Fuzzer:
         sizes = {name: draw[name] for name in ("n_kv_head", "tied", "vocab_size")}
         origin = dataclasses.replace(NEW_RUN, model_config=ModelConfig(**SIZES, **sizes))
         size = dp_size * tp
-        machine = read_machine(dist.World(0, size, 0, size, torch.device("cpu"), TIMEOUT, None))
-        return layout.resolve(flags, machine, self.facts, origin), origin
+        return common.resolve(flags, common.fake_machine(size), self.facts, origin), origin
 
     def is_possible(self, draw: dict) -> bool:
         """Whether the draw's meshes fit its model and its batch."""

@@ -20,13 +20,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
 import optim
-import train
 from data import TokenFolder
-from layout import Run
-from runtime import preflight
-from runtime.preflight import Origin
 from runtime.watchdog import Watchdog
+from tools import common
 from tools.bench import three_digits
+from tools.common import Origin, Run, State
 from tools.compare import read_rows
 
 PERTURBED, SPREADS = 3, 8
@@ -100,7 +98,7 @@ def train_watched(
     """
     squares = Counter()
 
-    def prepare(state: train.State) -> None:
+    def prepare(state: State) -> None:
         nonlocal squares
         state.model.eval()  # a fork's dropout would differ from mesh to mesh
         if seed is not None:
@@ -108,9 +106,9 @@ def train_watched(
         if not run.compile:
             squares = sum_outputs(state)
 
-    found = preflight.find_origin({"out": run.out}, world)
+    found = common.find_origin({"out": run.out}, world)
     with loss_parallel(), contextlib.redirect_stdout(None):
-        train.train(
+        common.train(
             run,
             found if found.path else origin,
             folders,
@@ -137,7 +135,7 @@ def move_by_an_ulp(weights: dict[str, Tensor], seed: int) -> None:
         weight.copy_(torch.nextafter(weight, weight + torch.randn_like(weight)))
 
 
-def sum_outputs(state: train.State) -> Counter:
+def sum_outputs(state: State) -> Counter:
     """Return layer -> sum of its squared outputs on this rank, which the first step fills in."""
     squares = Counter()
 

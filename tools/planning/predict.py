@@ -10,12 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import dist
-import layout
 from data import DataFacts
 from errors import UsageError
-from layout import Run
-from runtime.machine import Machine
-from runtime.preflight import NEW_RUN, Origin
+from tools.common import NEW_RUN, Machine, Origin, Run, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
@@ -167,7 +164,7 @@ class Request:
 
     def resolve(self) -> Run:
         """Return the run on the cluster. Raises UsageError and MeshError."""
-        return layout.resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
+        return resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:

@@ -41,13 +41,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import dist
-import layout
 import model
 import optim
-import train
-from config import blocks_per_unit
-from layout import Run
 from runtime.profiling import CommunicationCounter, Traffic
+from tools import common
+from tools.common import Run
 
 # --------------------------------------------------------------------------------------------------
 # Results
@@ -172,11 +170,11 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     """Build the model and the optimizer, run a step, and return what was recorded."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
-    net = layout.empty_model(run)  # outside: a parameter with weak references cannot move
+    net = common.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
         choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), no_garbage_collection():
-        state, forward = train.build(run, mesh, net, init_weights=False)
+        state, forward = common.build(run, mesh, net, init_weights=False)
         optimizer = recorder.follow(mesh, run, state, forward)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
         n = run.grad_accum_steps
@@ -188,7 +186,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            train.train_step(forward, optimizer, batches, 1, 0.1, len(times), run.grad_sync)
+            common.train_step(forward, optimizer, batches, 1, 0.1, len(times), run.grad_sync)
     return Rehearsal(
         run=run,
         parameters=state.model.parameter_count(),
@@ -223,7 +221,7 @@ def run_layers(run: Run, world: dist.World) -> Rehearsal:
         return run_step(dataclasses.replace(run, n_layer=n_layer, model_config=model_config), mesh)
 
     n_layer = run.n_layer
-    unit = blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
+    unit = common.blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
     more = n_layer // unit - REHEARSED_UNITS  # units to add
     few = n_layer - more * unit
     found = None
@@ -547,7 +545,7 @@ class Recorder(TorchDispatchMode):
     # The phases of a step
 
     def follow(
-        self, mesh: dist.DeviceMesh, run: Run, state: train.State, forward: nn.Module
+        self, mesh: dist.DeviceMesh, run: Run, state: common.State, forward: nn.Module
     ) -> SimpleNamespace:
         """Mark the tensors of a built run, and follow the phases of its steps.
 
