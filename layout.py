@@ -94,7 +94,7 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
     model_config = resolve_model(values, data.vocab_size, origin.model_config)
     values = compute_defaults(values, model_config, machine)
     typed = origin.kept_flags | flags
-    check_steps(values, typed)
+    check_steps(values)
     if named_run(flags):  # so that config.json describes the model without the checkpoint
         typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
@@ -179,20 +179,12 @@ def check_choices(values: dict) -> None:
             )
 
 
-def check_steps(values: dict, typed: dict) -> None:
-    """Raise UsageError for steps or learning rates that contradict each other.
-
-    The default of warmup_steps may be larger than max_steps, for short trial runs.
-    """
+def check_steps(values: dict) -> None:
+    """Raise UsageError for steps or learning rates that contradict each other."""
     max_steps = values["max_steps"]
     if values["min_lr"] > values["lr"]:
         raise UsageError(
             f"--min_lr {values['min_lr']} is above the peak learning rate {values['lr']}"
-        )
-    if "warmup_steps" in typed and values["warmup_steps"] > max_steps:
-        raise UsageError(
-            f"--warmup_steps {values['warmup_steps']} is more than --max_steps {max_steps}: "
-            "the learning rate would never reach --lr"
         )
     if values["profile"] and profile_window(values["profile"])[1] >= max_steps:
         raise UsageError(f"--profile {values['profile']}: STOP must be below max_steps {max_steps}")

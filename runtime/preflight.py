@@ -5,6 +5,7 @@ this start. Later, train.check_ranks_agree compares the weights of the ranks.
 """
 
 import dataclasses
+import zlib
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -271,6 +272,38 @@ def check_weights(origin: Origin, model: dict) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # The data
+
+
+def find_other_tokenizer(origin: Origin, folder: TokenFolder, allow_changes: bool) -> list[str]:
+    """Return a line if the weights know other tokens than those of the data.
+
+    A tokenizer is identified by its name, and by the checksum of its file. Raises UsageError unless
+    `allow_changes`.
+    """
+    if "tokenizer" not in origin.manifest:  # other programs than train.py may call save_state
+        return []
+    name = origin.manifest["tokenizer"]
+    file = origin.manifest["files"].get(name, {})
+    before = describe_tokenizer(name, file.get("crc32"))
+    crc32 = None
+    for contents in folder.tokenizer_file.values():
+        crc32 = f"{zlib.crc32(contents):08x}"
+    now = describe_tokenizer(folder.tokenizer_name, crc32)
+    if now == before:
+        return []
+    if not allow_changes:
+        raise UsageError(
+            f"{origin.path} knows the tokens of another tokenizer: {before}, but those of "
+            f"{folder.path} are of {now}; prepare the data with the tokenizer of the weights, or "
+            "give --allow_changes to train a new vocabulary"
+        )
+    return [f"the tokenizer {before} -> {now}"]
+
+
+def describe_tokenizer(name: str | None, crc32: str | None) -> str:
+    if name is None:
+        return "an unknown tokenizer"
+    return f"{name} (crc32 {crc32})" if crc32 else name
 
 
 def check_tokenizer(folder: TokenFolder) -> None:

@@ -3,15 +3,17 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import data
 import dist
 import metrics
-from config import named_run
+import optim
+from config import DEFAULTS, named_run
 from errors import plural
 from layout import Run, estimate_memory
 from model import Transformer
-from runtime.preflight import Origin
+from runtime.preflight import Origin, recorded_values
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
@@ -76,6 +78,31 @@ def describe_start(
         yield f"        {note}"
     if run.dry_run:
         yield "--dry_run: all is ready for the first step; nothing was written"
+
+
+def describe_learning_rate(run: Run, origin: Origin) -> Iterator[str]:
+    """Yield notes on a learning rate that may not be what the user expects."""
+    if run.warmup_steps > run.max_steps:
+        yield (
+            f"--warmup_steps {run.warmup_steps} is more than --max_steps {run.max_steps}: the "
+            "learning rate will not reach --lr"
+        )
+    if run.eval_only or origin.path is None:
+        return
+    if origin.only_weights:
+        if "lr" not in run.flags:
+            yield (
+                f"the default --lr, {run.lr:.2g}, is meant for training from scratch: give a lower "
+                "one to fine-tune"
+            )
+        return
+    step = origin.step + 1
+    recorded = SimpleNamespace(**DEFAULTS | recorded_values(origin.manifest))
+    if recorded.lr is None:  # a model that tools.hf has imported was not trained here
+        return
+    before, now = optim.learning_rate(step, recorded), optim.learning_rate(step, run)
+    if now != before:
+        yield f"the learning rate of step {step:,}: {before:.2e} -> {now:.2e}"
 
 
 def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterator[str]:

@@ -27,7 +27,6 @@ MISTAKES = {
         # Flags that do not fit each other, the model or the number of ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
-        ("--warmup_steps 5", "--warmup_steps 5 is more than --max_steps 4"),
         ("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
         ("--tp 2", "needs 2 processes, but 1 were started: change --strategy"),
         # --data

@@ -33,6 +33,8 @@ import checkpoint
 import model
 import optim
 import train
+from text import tokenizer
+from tools import hf
 
 
 def test_the_command_of_the_readme_trains(tmp_path):
@@ -92,6 +94,7 @@ def test_init_from_keeps_a_vocabulary_that_is_large_enough(on_ranks, tmp_path):
     sample = said.split(" sample ")[1].splitlines()[1]
     assert status == 0 and re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
     text = f"--dtype float32 --out {tmp_path}/second --max_steps 1 --init_from {first}"
+    text += " --allow_changes"  # the data has another tokenizer
     ((status, said, err),) = on_ranks(1, listen, text)
     assert (status, err) == (0, "")
     assert "2 layers x 32 wide, vocabulary 448: " in said
@@ -100,6 +103,22 @@ def test_init_from_keeps_a_vocabulary_that_is_large_enough(on_ranks, tmp_path):
     # trained on from these weights: lr is 3e-3
     name = "model.blocks.1.mlp.up.weight"
     assert (after[name] - before[name]).abs().max() < 0.01 < before[name].abs().max()
+
+
+def test_a_tokenizer_file_that_has_changed_is_refused(on_ranks, tokens, tmp_path):
+    """The file has the same name, and the tokens of the data are the same."""
+    folder = shutil.copytree(tokens, tmp_path / "own")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
+    hf.write_tokenizer(tokenizer.load_encoding("bytes"), folder / "tokenizer.json")
+    text = f"--data {folder} --out {tmp_path}/run --max_steps"
+    assert on_ranks(1, listen, f"{text} 1")[0][0] == 0
+    with open(folder / "tokenizer.json", "a") as file:
+        file.write("\n")
+    ((status, _, err),) = on_ranks(1, listen, f"{text} 2")
+    assert status == 2
+    assert "knows the tokens of another tokenizer: tokenizer.json (crc32 " in err
+    assert on_ranks(1, listen, f"{text} 2 --allow_changes")[0][0] == 0
 
 
 def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]:

@@ -428,6 +428,32 @@ STARTS = {
         Start("--init_from {p.trained} --lr 0 --max_steps 1", steps=[1]),
         bare("--max_steps 2", before=(remove(LOG, CHECKPOINTS),), steps=[1, 2], val_loss=2),
     ],
+    "weights, with the default learning rate": [
+        bare(
+            "--init_from {p.trained} --data {p.tokens} --max_steps 1 --warmup_steps 1 "
+            "--sample_tokens 0 --eval_sequences 10",
+            "default --lr, 0.016, is meant for training from scratch",
+            steps=[1],
+        ),
+    ],
+    "weights of another tokenizer, with --allow_changes": [
+        Start(
+            "--init_from {p.trained} --data {p.root}/data --allow_changes",
+            "the tokenizer bytes -> an unknown tokenizer",
+            before=(copy_tokens, edit("data/meta.json", tokenizer=None)),
+            steps=[1, 2],
+        ),
+    ],
+    # The learning rate
+    "long warm-up": [Start("--warmup_steps 3", "warmup_steps 3 is more than", steps=[1, 2])],
+    "longer schedule": [
+        Start("--schedule linear", steps=[1, 2]),
+        Start(
+            "--schedule linear --max_steps 4",
+            r"learning rate of step 3: 0.00e\+00 -> 2.00e-03",
+            steps=[1, 2, 3, 4],
+        ),
+    ],
     # Data
     "data of one sequence": [
         Start("--data {p.root}/data", before=(copy_tokens, cut("train", 17)), steps=[1, 2]),
@@ -482,7 +508,6 @@ FLAGS = {
     "beta of one": ("--beta2 1", "--beta2.* 1"),
     "unknown choice": ("--schedule step", "--schedule.*step.*cosine"),
     "unknown model": ("--model huge", "--model.*huge.*tiny"),
-    "long warm-up": ("--warmup_steps 3", "warmup_steps 3.*max_steps 2"),
     "min_lr above lr": ("--min_lr 0.1", "min_lr 0.1.*0.003"),
     "odd heads": ("--d_model 30", "d_model 30.*n_head 4"),
     "uneven groups of heads": ("--n_kv_head 3", "n_kv_head 3.*n_head 4"),
@@ -496,6 +521,21 @@ FLAGS = {
     "--eval_only of nothing": ("--eval_only", "{p.root}/run "),
     "no data": ("--data {p.root}/no", "{p.root}/no.*train.bin"),
 }
+
+# What a weight knows is the tokens of its tokenizer: its name, or the checksum of its file
+TOKENIZERS = {
+    "another name": (edit("data/meta.json", tokenizer="gpt2"), "bytes.* gpt2"),
+    "unknown": (edit("data/meta.json", tokenizer=None), "bytes.* an unknown tokenizer"),
+}
+
+
+@pytest.mark.parametrize(
+    "start", ["--init_from {p.trained}", "--eval_only --init_from {p.trained}"]
+)
+@table(TOKENIZERS)
+def test_weights_of_another_tokenizer_are_refused(row, start, judge):
+    change, says = row
+    judge(refused(f"{start} --data {{p.root}}/data", says, (copy_tokens, change)))
 
 
 @table(FLAGS)
