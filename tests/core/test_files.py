@@ -519,21 +519,13 @@ def test_a_link_or_pipe_in_place_of_a_file_does_not_verify(tmp_path):
 
 
 def test_a_changed_byte_of_a_manifest_is_found(tmp_path):
-    """Except in the word "crc32" itself, where a change leaves all other fields as they were."""
     path = checkpoint.step_path(tmp_path, 1)
     checkpoint.save_state(path, {"weight": torch.ones(3)}, {"step": 1, "tokens": 80})
-    fields = checkpoint.read_manifest(path)
-    del fields["crc32"]
-    contents = (path / "manifest.json").read_bytes()
-    missed = 0
-    for i, byte in enumerate(contents):
-        changed = contents[:i] + bytes([byte ^ 1]) + contents[i + 1 :]
+    before = (path / "manifest.json").read_bytes()
+    for i, byte in enumerate(before):
+        changed = before[:i] + bytes([byte ^ 1]) + before[i + 1 :]
         (path / "manifest.json").write_bytes(changed)
-        if checkpoint.verify(path) is None:
-            missed += 1
-            manifest = checkpoint.read_manifest(path)
-            assert manifest | fields == manifest
-    assert missed == len("crc32")
+        assert checkpoint.verify(path), changed
 
 
 # --------------------------------------------------------------------------------------------------
