@@ -172,6 +172,34 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     return line
 
 
+class TrackerError(RuntimeError):
+    """A tracker cannot be opened in the first start of a run."""
+
+    exit_status = 2
+
+
+def open_tracker(
+    out: Path, config: dict, first_start: datetime, is_first: bool
+) -> Callable[[dict], None] | None:
+    """Return send(row) of --tracker, or None with a printed line if it fails in a later start.
+
+    In the first start somebody is there to correct it: raises TrackerError.
+    """
+    try:
+        return open_wandb(out, f"{out.name}-{first_start:%Y%m%d-%H%M%S}", config)
+    except Exception as error:
+        if is_first:
+            raise TrackerError(
+                f"--tracker {config['tracker']} cannot be used: {error!r}; correct this, or train "
+                "with --tracker none"
+            ) from None
+        print(TRACKER_IS_OFF.format(error), flush=True)
+        return None
+
+
+TRACKER_IS_OFF = "--tracker failed and is off until the next start: {!r}"
+
+
 def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
     """Start or continue the wandb run `run_id`, with its files in `out`; return send(row)."""
     wandb = importlib.import_module("wandb")  # an optional package
@@ -335,14 +363,23 @@ class Log:
     rates       of this device and model
     start_step  the run continues after this step; later rows are dropped
     first_start when the run first started
+    tracker     called with each training row and evaluation, if any
     """
 
-    def __init__(self, out: Path, run, rates: Rates, start_step: int, first_start: datetime):
+    def __init__(
+        self,
+        out: Path,
+        run,
+        rates: Rates,
+        start_step: int,
+        first_start: datetime,
+        tracker: Callable[[dict], None] | None = None,
+    ):
         self.out = out
         self.run = run
         self.first_start = first_start.timestamp()
         self.is_rank0 = torch.distributed.get_rank() == 0
-        self.tracker = None  # send(row)
+        self.tracker = tracker
         self.last_row: dict | None = None  # this process's last training row, on every rank
         useful_seconds = 0.0
         if self.is_rank0:
@@ -351,8 +388,6 @@ class Log:
             training_rows = [row for row in rows if "loss" in row]
             if training_rows:
                 useful_seconds = find_useful_seconds(training_rows[-1], self.first_start)
-            if run.tracker != "none":
-                self.open_tracker(f"{out.name}-{first_start:%Y%m%d-%H%M%S}")
         self.meter = StepMeter(rates, start_step, useful_seconds)
 
     # Training rows
@@ -450,17 +485,8 @@ class Log:
             try:
                 self.tracker({name: value for name, value in row.items() if value is not None})
             except Exception as error:
-                self.drop_tracker(error)
-
-    def open_tracker(self, run_id: str) -> None:
-        try:
-            self.tracker = open_wandb(self.out, run_id, self.run.manifest["config"])
-        except Exception as error:
-            self.drop_tracker(error)
-
-    def drop_tracker(self, error: Exception) -> None:
-        self.tracker = None
-        self.say(f"--tracker failed and is off until the next start: {error!r}")
+                self.tracker = None
+                self.say(TRACKER_IS_OFF.format(error))
 
     def say(self, line: str, step: int | None = None) -> None:
         if not self.is_rank0:

@@ -176,6 +176,13 @@ def train(
 
     # From here on, the run writes to its folder
     out = Path(run.out)
+    first_start = origin.first_start or started
+    tracker = None
+    if run.tracker != "none":
+        with dist.raise_on_all_ranks():
+            if world.rank == 0:
+                flags, is_first = run.manifest["config"], origin.first_start is None
+                tracker = metrics.open_tracker(out, flags, first_start, is_first)
     if world.rank == 0:
         run_folder.record_start(out, run.manifest, world, origin.step, started)
     stop_request = agreement.StopRequest(world, handle_signals)  # signals end the run after a step
@@ -185,7 +192,7 @@ def train(
     flops_per_token = state.model.flops_per_token(run.seq_len)
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
     rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, run, rates, origin.step, origin.first_start or started)
+    log = metrics.Log(out, run, rates, origin.step, first_start, tracker)
     if on_exit:
         on_exit(functools.partial(record_failure, log, state))
     profiler = None

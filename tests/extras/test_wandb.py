@@ -49,9 +49,17 @@ def test_a_tracker_that_fails_later_does_not_end_the_run(job, notes, monkeypatch
     assert "the network is down" in run.printed()
 
 
-def test_a_run_without_the_package_prints_that_the_tracker_is_off(job, notes, tmp_path):  # noqa: F811
+def test_a_first_start_without_the_tracker_is_refused_but_no_later_one(job, notes, tmp_path):  # noqa: F811
     (tmp_path / "site/wandb.py").write_text("raise ImportError('no wandb here')")
-    run = job(1, "--tracker wandb")
-    assert run.wait() == 0, run.printed()
-    assert "--tracker failed" in run.printed() and "no wandb here" in run.printed()
-    assert len(run.rows()) == 5
+    first = job(2, "--strategy ddp --tracker wandb", "run")
+    assert first.wait() == 1  # torchrun's
+    assert "--tracker wandb cannot be used: ImportError('no wandb here')" in first.printed()
+    assert not first.out.exists()
+
+    (tmp_path / "site/wandb.py").write_text(NOTES)
+    assert job(1, "--tracker wandb", "run").wait() == 0
+    (tmp_path / "site/wandb.py").write_text("raise ImportError('no wandb here')")
+    later = job(1, "--tracker wandb --max_steps 7", "run")
+    assert later.wait() == 0, later.printed()
+    assert "--tracker failed and is off" in later.printed() and "no wandb here" in later.printed()
+    assert len(later.rows()) == 7
