@@ -364,6 +364,7 @@ class Log:
     start_step  the run continues after this step; later rows are dropped
     first_start when the run first started
     tracker     called with each training row and evaluation, if any
+    is_lost     whether `out` is no longer this run's folder: then nothing is written
     """
 
     def __init__(
@@ -374,12 +375,15 @@ class Log:
         start_step: int,
         first_start: datetime,
         tracker: Callable[[dict], None] | None = None,
+        is_lost: Callable[[], bool] | None = None,
     ):
         self.out = out
         self.run = run
         self.first_start = first_start.timestamp()
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.tracker = tracker
+        self.is_lost = is_lost
+        self.has_lost = False  # whether a write was left out for this reason
         self.last_row: dict | None = None  # this process's last training row, on every rank
         useful_seconds = 0.0
         if self.is_rank0:
@@ -508,6 +512,9 @@ class Log:
     def append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If they cannot be written, training continues without them."""
         if not self.is_rank0:
+            return
+        if self.is_lost and self.is_lost():
+            self.has_lost = True
             return
         lines = []
         for row in rows:

@@ -84,9 +84,10 @@ def command(argv: list[str]) -> int:
     with contextlib.ExitStack() as held, watchdog, loss_parallel():
         gc.disable()  # a collection on one rank delays all: the loop collects on all ranks at once
         held.callback(gc.enable)
+        lock = None
         if not config.flag_value(flags, "eval_only"):  # an evaluation may run during training
-            lock = run_folder.hold_lock(Path(flags["out"]), timeout)
-            dist.on_rank0(held.enter_context, lock)  # rank 0 holds the lock until the end
+            hold = run_folder.hold_lock(Path(flags["out"]), timeout)
+            lock = dist.on_rank0(held.enter_context, hold)  # rank 0 holds it until the end
         origin = preflight.find_origin(flags, world)
         data_path = layout.take_over(flags, origin)["data"]
         if data_path == config.BUILTIN:
@@ -107,7 +108,8 @@ def command(argv: list[str]) -> int:
             # Refuse hardware that only emulates bfloat16, unless --dtype was given.
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
                 check_bfloat16(world)
-        status = train(run, origin, folders, world, watchdog, notes, on_exit=held.push)
+        options = {"lock": lock, "on_exit": held.push}
+        status = train(run, origin, folders, world, watchdog, notes, **options)
         torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
     torch.distributed.destroy_process_group()
     return status
@@ -122,13 +124,15 @@ def train(
     notes: Iterable[str] = (),
     handle_signals: bool = True,
     after_load: Callable[["State"], None] | None = None,
+    lock: run_folder.Lock | None = None,
     on_exit: Callable[[Callable], None] | None = None,
 ) -> int:
     """Build and load the model, then train, evaluate and save; return the exit status.
 
     `notes` are printed at the start. `after_load` (for tools.check) is called with the state,
-    before the ranks compare their weights. `on_exit`, an ExitStack's push, registers a function
-    that writes to the log with which error the run ends.
+    before the ranks compare their weights. If the folder of the `lock` that rank 0 holds is moved,
+    the run ends before it writes. `on_exit`, an ExitStack's push, registers a function that writes
+    to the log with which error the run ends.
 
     In a step the host queues work and does not wait for the device. Batches are copied from pinned
     memory, gradients are clipped and updates skipped by tensors on the device (optim.Optimizer),
@@ -192,7 +196,8 @@ def train(
     flops_per_token = state.model.flops_per_token(run.seq_len)
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
     rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
-    log = metrics.Log(out, run, rates, origin.step, first_start, tracker)
+    is_lost = lock.is_lost if lock else None
+    log = metrics.Log(out, run, rates, origin.step, first_start, tracker, is_lost)
     if on_exit:
         on_exit(functools.partial(record_failure, log, state))
     profiler = None
@@ -232,20 +237,24 @@ def train(
         if evaluates or saves:
             with log.pause():
                 if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                    save(run, state, saver, log.last_row["loss"], watchdog)
+                    save(run, state, saver, log.last_row["loss"], watchdog, lock)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                 # Otherwise evaluate first: a run that resumes here does not evaluate again.
                 if saves and not stop:
-                    save(run, state, saver, log.last_row["loss"], watchdog)
+                    save(run, state, saver, log.last_row["loss"], watchdog, lock)
         if saver.rows:
             log.checkpoints(saver.take_rows())
         if stop or saver.ends_run:
             break
+        if log.has_lost:  # as after a signal, all ranks stop after the same step
+            stop_request.signalled = True
         if step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step
 
     # The end
+    if lock:
+        dist.on_rank0(lock.raise_if_lost)
     watchdog.progress(state.step, "saving", slow=True)
     saver.wait()
     log.checkpoints(saver.take_rows())
@@ -456,13 +465,22 @@ def evaluate(
     return loss / sequences
 
 
-def save(run: Run, state: State, saver: Saver, loss: float, watchdog: Watchdog) -> None:
+def save(
+    run: Run,
+    state: State,
+    saver: Saver,
+    loss: float,
+    watchdog: Watchdog,
+    lock: run_folder.Lock | None = None,
+) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
     Do not save if the loss or a weight is not finite. If replicas of a weight differ between ranks,
-    do not save, and end the run.
+    do not save, and end the run. Raises RunError if the folder of the `lock` has been moved.
     """
     watchdog.progress(state.step, "saving", slow=True)
+    if lock:
+        dist.on_rank0(lock.raise_if_lost)
     if not is_finite(state.tensors["model"], loss):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return

@@ -16,19 +16,41 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import checkpoint
 import dist
 from checkpoint import CheckpointError, PathError
-from errors import UsageError
+from errors import RunError, UsageError
 from metrics import device_name, read_lines, read_log, replace_file
 from runtime.lock import is_at, try_lock
 
 
+@dataclass(frozen=True)
+class Lock:
+    """OUT/lock, which this process holds."""
+
+    path: Path
+    descriptor: int  # of rank 0's open file
+
+    def is_lost(self) -> bool:
+        """Whether the folder was moved or removed: then another run may use its name."""
+        return not is_at(self.path, self.descriptor)
+
+    def raise_if_lost(self) -> None:
+        """Raise RunError if the folder was moved or removed."""
+        if self.is_lost():
+            raise RunError(
+                f"{self.path.parent} was moved or removed while the run trained. The run ends and "
+                "writes nothing more, because another run may use this name. To continue this one, "
+                "give its folder's new name to --out"
+            )
+
+
 @contextlib.contextmanager
-def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
+def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
     """Hold OUT/lock, so that only this run writes to OUT; the process's death releases it.
 
     Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
@@ -62,7 +84,7 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())
     try:
-        yield
+        yield Lock(path, descriptor)
     finally:
         # Remove the file before the lock is released: later it may be another run's lock. If this
         # folder was renamed meanwhile, a file at `path` belongs to another run: leave it.

@@ -66,7 +66,7 @@ def begin(tmp_path):
         argv = [f"--{name}={value}" for name, value in given.items() if value is not None]
         started = SimpleNamespace()
 
-        def train_nothing(run, origin, folders, world, watchdog, notes, on_exit) -> int:
+        def train_nothing(run, origin, folders, world, watchdog, notes, **options) -> int:
             vars(started).update(run=run, origin=origin, notes=notes)
             return 0
 

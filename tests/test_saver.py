@@ -326,7 +326,7 @@ def test_a_corrupted_weight_of_one_rank_is_not_saved(on_ranks, tmp_path, mesh, f
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
     _, _, error = answers[0]
     assert error.count("\n") == 1
-    (failed,) = [row for row in rows(out, "error") if row["step"] == 4]
+    (failed,) = [row for row in rows(out, "event") if row["step"] == 4]
     if fault == "nan":
         assert failed["error"] == "the loss or a weight is not finite"
         return
