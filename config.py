@@ -193,12 +193,6 @@ class Config:
         "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
     )
     async_save: bool = free("checkpoints", False, "write checkpoints while training continues")
-    resume: str = once(
-        "checkpoints",
-        "auto",
-        "auto: continue the run in --out; PATH of a checkpoint or run: continue it in a new --out",
-        metavar="auto|never|PATH",
-    )
     init_from: str | None = once(
         "checkpoints", None, "start from the weights of this checkpoint or run", metavar="PATH"
     )
@@ -264,22 +258,17 @@ def parse(argv: list[str]) -> dict:
     `out` is always included: its default depends only on these flags. Raises UsageError.
     """
     flags = parse_flags(build_parser(), argv)
-    for name in ("init_from", "resume"):
-        if flags.get(name) == "":  # for example, a shell variable that is not set
-            raise UsageError(f"--{name} is empty: give the path of a checkpoint or a run")
+    named = flags.get("init_from")
+    if named == "":  # for example, a shell variable that is not set
+        raise UsageError("--init_from is empty: give the path of a checkpoint or a run")
     if "out" not in flags:
         flags["out"] = default_out(flags)
-        named = named_run(flags)
-        if flag_value(flags, "resume") == named or Path(flags["out"]) == Path(named or "."):
+        if Path(flags["out"]) == Path(named or "."):
             raise UsageError(f"choose a new folder with --out: {named} belongs to another run")
     if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
         raise UsageError(
             f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
             "choose a folder for this run alone, for example runs/mine"
-        )
-    if "init_from" in flags and flag_value(flags, "resume") not in ("auto", "never"):
-        raise UsageError(
-            "--init_from starts a new run and --resume PATH continues one: give only one of them"
         )
     return flags
 
@@ -310,12 +299,6 @@ def default_out(flags: dict) -> str:
 def flag_value(flags: dict, name: str):
     """Return the flag as typed or in --config, else its default in Config."""
     return flags.get(name, getattr(Config, name))
-
-
-def named_run(flags: dict) -> str | None:
-    """Return the path of the checkpoint or run given by --resume or --init_from, if any."""
-    resume = flag_value(flags, "resume")
-    return flags.get("init_from") if resume in ("auto", "never") else resume
 
 
 def build_parser() -> errors.Parser:
@@ -369,12 +352,12 @@ def boolean(text: str) -> bool:
 def config_flags(parser: errors.Parser, file: str, out: str | None) -> list[str]:
     """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
 
-    A new run in `out` does not take over resume and init_from from the config of another run.
+    A new run in `out` does not take over init_from from the config of another run.
     """
     left_out = {"allow_changes"}  # applied only to the start that gave it
     run = Path(file).resolve().parent
     if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
-        left_out |= {"resume", "init_from"}
+        left_out.add("init_from")
     if Path(file).is_dir():
         raise UsageError(f"--config {file} is a folder: give a file, such as {file}/config.json")
     try:

@@ -27,7 +27,6 @@ from config import (
     Config,
     blocks_per_unit,
     default_out,
-    named_run,
     profile_window,
 )
 from data import DataFacts
@@ -46,7 +45,7 @@ class Run(Config):
 
     It is the same on all ranks, and the manifest of each checkpoint records it. No value is None or
     "auto", except init_from and profile if not given, peak_tflops of an unknown device, the name of
-    an unknown tokenizer, rope_scaling of a model without it, and resume, whose "auto" is a value.
+    an unknown tokenizer, and rope_scaling of a model without it.
     """
 
     flags: dict  # as typed for this start or for an earlier start of the run
@@ -95,7 +94,7 @@ def resolve(flags: dict, machine: Machine, data: DataFacts, origin: Origin = NEW
     values = compute_defaults(values, model_config, machine)
     typed = origin.kept_flags | flags
     check_steps(values)
-    if named_run(flags):  # so that config.json describes the model without the checkpoint
+    if flags.get("init_from"):  # so that config.json describes the model without the checkpoint
         typed |= {name: values[name] for name in ("model", *SIZE_FLAGS)}
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:

@@ -19,7 +19,6 @@ from config import (
     PER_START,
     POLICIES,
     flag_value,
-    named_run,
 )
 from data import TokenFolder
 from errors import UsageError
@@ -97,13 +96,12 @@ def find_origin(flags: dict, world: dist.World) -> Origin:
 def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     """Read the manifest of the latest checkpoint that is not `damaged`. Does not verify its files.
 
-    The checkpoints of --out take precedence over --init_from and --resume, so that the same command
-    can be repeated, even if the folders in these were removed. Raises UsageError, PathError and
-    CheckpointError.
+    The checkpoints of --out take precedence over --init_from, so that the same command can be
+    repeated, even if that folder was removed. Raises UsageError, PathError and CheckpointError.
     """
     out = Path(flags["out"])
     if flag_value(flags, "eval_only"):
-        return read_named(flags, named_run(flags) or out, damaged)
+        return read_named(flags, flags.get("init_from", out), damaged)
     saved = checkpoint.list_checkpoints(out)
     starts = run_folder.read_starts(out)
     check_folder(flags, saved, starts)
@@ -114,10 +112,10 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
     kept = {}
     if starts:  # the run stopped before its first checkpoint: repeat its last start
         begun = recorded_flags(starts[-1])
-        named_before = {name: begun[name] for name in ("init_from", "resume") if name in begun}
-        flags = named_before | flags
+        if "init_from" in begun:
+            flags = {"init_from": begun["init_from"]} | flags
         kept = flags_to_keep(flags, starts[-1], only_weights=False)
-    named = named_run(flags)
+    named = flags.get("init_from")
     origin = read_named(flags, named, damaged) if named else NEW_RUN
     return dataclasses.replace(origin, first_start=first_start, **kept)
 
@@ -125,11 +123,10 @@ def read_origin(flags: dict, damaged: dict[Path, str]) -> Origin:
 def read_named(flags: dict, named: Path | str, damaged: dict[Path, str]) -> Origin:
     """Read the manifest of the checkpoint `named`, or of the latest one of the run `named`.
 
-    Raises PathError and the errors of `read_latest`.
+    A start takes only its weights. Raises PathError and the errors of `read_latest`.
     """
     paths = run_folder.checkpoints_at(Path(named))[-1:]
-    only_weights = "init_from" in flags or flag_value(flags, "eval_only")
-    return read_latest(flags, paths, damaged, only_weights)
+    return read_latest(flags, paths, damaged, only_weights=True)
 
 
 def read_latest(
@@ -186,10 +183,6 @@ def check_folder(flags: dict, saved: list[Path], starts: list[dict]) -> None:
     `saved` contains its checkpoints, damaged or not, and `starts` the rows of its starts.jsonl.
     """
     out = Path(flags["out"])
-    if flag_value(flags, "resume") == "never":
-        if any(path.name != "lock" for path in out.glob("*")):
-            raise UsageError(f"--resume never would overwrite --out {out}: choose another --out")
-        return
     if saved:
         return
     rows = read_log(out / "metrics.jsonl")

@@ -9,7 +9,7 @@ import data
 import dist
 import metrics
 import optim
-from config import DEFAULTS, named_run
+from config import DEFAULTS
 from errors import plural
 from layout import Run, estimate_memory
 from model import Transformer
@@ -34,7 +34,7 @@ def describe_start(
     """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and checkpoint."""
     name = run.model
     if origin.path and not origin.path.is_relative_to(run.out):
-        name = named_run(run.flags)
+        name = run.init_from
     yield (
         f"model   {name}: {run.n_layer} layers x {run.d_model} wide, "
         f"vocabulary {run.model_config.vocab_size:,}: {model.parameter_count():,} parameters"
@@ -107,16 +107,10 @@ def describe_learning_rate(run: Run, origin: Origin) -> Iterator[str]:
 
 def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a start whose checkpoint has already done max_steps."""
-    if origin.path.is_relative_to(run.out):
-        yield (
-            f"{run.out} is finished, step {origin.step} of {run.max_steps}: "
-            "raise --max_steps, or choose another --out"
-        )
-    else:
-        yield (
-            f"--max_steps {run.max_steps} leaves no step to train: {origin.path} was saved at "
-            f"step {origin.step}; raise --max_steps"
-        )
+    yield (
+        f"{run.out} is finished, step {origin.step} of {run.max_steps}: "
+        "raise --max_steps, or choose another --out"
+    )
     for note in notes:
         yield f"        {note}"
 

@@ -165,8 +165,9 @@ def test_consolidate_writes_a_complete_checkpoint(whole, tmp_path):
 
 
 def test_a_run_continues_from_a_consolidated_checkpoint(whole, run, tmp_path):
-    consolidate(whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005", tmp_path / "one")
-    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp --resume {tmp_path}/one"))
+    path = checkpoint.step_path(tmp_path / "run", 5)
+    consolidate(whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005", path)
+    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp", "run"))
     losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
     assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
 

@@ -43,11 +43,10 @@ MISTAKES = {
             "--data {changed}:0.7,{high}:0.2",
             "the shares, rounded to thousandths, add up to 0.9, not 1",
         ),
-        # --out, --resume, --init_from
+        # --out, --init_from
         ("--out ''", "--out '' is the current folder or a folder above it: choose a folder"),
         ("--out .", "--out . is the current folder or a folder above it"),
         ("--out /", "--out / is the current folder or a folder above it"),
-        ("--out {other} --resume never", "--resume never would overwrite --out {other}: cho"),
         ("--out {other} --data {changed}", "the data's fingerprint "),
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
         (
@@ -59,8 +58,7 @@ MISTAKES = {
             "--out {unsaved}",
             "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
         ),
-        ("--resume {root}", "{root} contains no checkpoint: name a run folder such as"),
-        ("--resume {other} --init_from {other}", "--init_from starts a new run and --resum"),
+        ("--init_from {root}", "{root} contains no checkpoint: name a run folder such as"),
         ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
         ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],

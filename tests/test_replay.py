@@ -279,13 +279,18 @@ def test_a_run_of_other_code_is_refused(single):
     assert status == 2 and "was trained by other code: --window is unknown" in err
 
 
-def test_replay_needs_the_weights_that_a_run_started_from(runs, run):
-    for how in ("init_from", "resume"):
-        warmup = "--warmup_steps 50" if how == "resume" else ""  # the value of that run
-        out = run(1, f"--max_steps 60 {KEPT} --{how} {runs['single']} {warmup}", how)
+def test_replay_needs_the_weights_that_a_run_started_from(runs, run, tmp_path):
+    branch = tmp_path / "branch"
+    path = checkpoint.list_checkpoints(runs["single"])[-1]
+    shutil.copytree(path, branch / "checkpoints" / path.name)
+    for how, text in {
+        "init_from": f"--init_from {runs['single']}",
+        "branch": "--warmup_steps 50",  # the value of that run
+    }.items():
+        out = run(1, f"--max_steps 60 {KEPT} {text}", how)
         assert differences(repeated(out, 10)) == [0, 0]
         shutil.rmtree(out / "checkpoints")
         status, _, err = call([out, 10])
         assert status == 2 and "began with the weights of another run, and has no" in err
     status, _, err = call([out, 5])
-    assert status == 2 and "step 5 is in the run that this one continues with --resume" in err
+    assert status == 2 and "step 5 is in another run: this one began with its checkpoint" in err

@@ -94,15 +94,15 @@ def changes(start: SimpleNamespace) -> list[str]:
 # Where a run starts
 
 
-@pytest.mark.parametrize("flag, seq_len", [("resume", 16), ("init_from", 8)])
-def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path, flag, seq_len):
+def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path):
     """No flag could describe this model. Later the run continues from its own checkpoint."""
     model = MODEL | {"vocab_size": 500, "rope_theta": 5e5, "tied": False, "norm_eps": 1e-6}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model |= {"rope_scaling": scaling | {"original_seq_len": 8}}
     save(tmp_path / "other", 10, model=model)
+    seq_len = 8
     flags = dict.fromkeys(MODEL.keys() - {"vocab_size"}) | {"seq_len": seq_len}
-    flags |= {flag: str(tmp_path / "other")}
+    flags |= {"init_from": str(tmp_path / "other")}
     for own in (False, True):
         if own:
             save(tmp_path / "run", 20, model=model | {"seq_len": seq_len})
@@ -143,7 +143,7 @@ def test_a_change_that_makes_another_run_is_refused(begin, tmp_path):
 # docs/reference.md lists them (test_config.py)
 REFUSED = {name for name, policy in POLICIES.items() if policy == "refused"}
 ANOTHER_RUN = {"seed", "global_batch_size", "optimizer", "model"}
-OF_ONE_START = {"out", "resume", "init_from", "allow_changes", "dry_run", "eval_only"}
+OF_ONE_START = {"out", "init_from", "allow_changes", "dry_run", "eval_only"}
 OF_ONE_START |= {"device", "timeout", "profile"}
 
 

@@ -76,7 +76,7 @@ LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # more than a switch may buffer
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
-    "--optim_metrics_interval 0 --tracker none --resume auto --allow_changes false "
+    "--optim_metrics_interval 0 --tracker none --allow_changes false "
     "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 "
 )
 

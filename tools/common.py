@@ -18,7 +18,6 @@ from config import (
     build_parser,
     default_out,
     flag_value,
-    named_run,
     parse_flags,
 )
 from errors import UsageError
@@ -77,8 +76,8 @@ __all__ = [
 
 
 def named_origin(flags: dict) -> Origin:
-    """Return the checkpoint that --init_from or --resume names, or NEW_RUN without these flags."""
-    named = named_run(flags)
+    """Return the checkpoint that --init_from names, or NEW_RUN without this flag."""
+    named = flags.get("init_from")
     return read_named(flags, named, damaged={}) if named else NEW_RUN
 
 

@@ -76,7 +76,7 @@ def start_of(starts: list[dict], step: int) -> dict:
     if not earlier:
         first = min(start["step"] for start in starts)
         raise UsageError(
-            f"step {step} is in the run that this one continues with --resume after step {first}: "
+            f"step {step} is in another run: this one began with its checkpoint of step {first}; "
             "give that run, or a later step"
         )
     return earlier[-1]

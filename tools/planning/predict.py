@@ -160,7 +160,7 @@ class Request:
     flags: dict  # as config.parse returns them
     cluster: Cluster
     data_facts: DataFacts
-    origin: Origin = NEW_RUN  # the checkpoint of --init_from or --resume, or the run of --run
+    origin: Origin = NEW_RUN  # the checkpoint of --init_from, or the run of --run
 
     def resolve(self) -> Run:
         """Return the run on the cluster. Raises UsageError and MeshError."""
