@@ -23,7 +23,6 @@ import metrics
 import optim
 from config import (
     DEFAULTS,
-    PER_START,
     Config,
     blocks_per_unit,
     default_out,
@@ -130,17 +129,6 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
         filled["peak_tflops"] = metrics.PEAK_TFLOPS.get(machine.device_name)
     return filled
-
-
-def new_defaults(run: Run, machine: Machine) -> list[str]:
-    """Describe the values that a run keeps although this code would compute another default."""
-    now = compute_defaults(DEFAULTS | run.flags, run.model_config, machine)
-    kept = []
-    for name in DEFAULTS.keys() - PER_START:
-        value = getattr(run, name)
-        if value != now[name]:
-            kept.append(f"--{name} {value}, as in the run; the default would be {now[name]}")
-    return sorted(kept)
 
 
 def resolve_model(values: dict, vocab_size: int, saved: ModelConfig | None) -> ModelConfig:

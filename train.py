@@ -103,7 +103,6 @@ def command(argv: list[str]) -> int:
                 changes = preflight.find_changes(origin, run.manifest)
                 changes += preflight.find_other_tokenizer(origin, folders[0], run.allow_changes)
                 notes += [f"changed: {change}" for change in changes]
-                notes += [f"kept: {value}" for value in layout.new_defaults(run, machine)]
             notes += startup_lines.describe_learning_rate(run, origin)
             # Refuse hardware that only emulates bfloat16, unless --dtype was given.
             if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
