@@ -1,6 +1,6 @@
 """What every command shares: errors that end it in one line, and a parser that raises them.
 
-Only the standard library is imported, so that --help and a refusal need no torch.
+Only the standard library is imported, so that prepare.py starts without loading torch.
 """
 
 import argparse
