@@ -159,6 +159,7 @@ def start(
     timeout: timedelta = torch.distributed.default_pg_timeout,
     join_timeout: timedelta | None = None,
     backend: str | None = None,
+    lazy: bool = False,
 ) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
 
@@ -169,6 +170,9 @@ def start(
     timeout         of collectives
     join_timeout    of finding the other ranks (default: `timeout`)
     backend         "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for them
+    lazy            gloo connects two ranks when one first sends to the other, so that thousands of
+                    ranks start quickly. A rank then waits forever for one that left before they
+                    were connected: use this only with a watchdog
 
     Raises MeshError, and ConnectionError if the ranks do not find each other.
     """
@@ -177,7 +181,7 @@ def start(
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     place = find_device(device, local_rank, local_size)
-    prepare_process(place)
+    prepare_process(place, lazy)
     try:
         store = find_store(rank, join_timeout or timeout)
         # Cloned now: cloning connects to the store's server, which may have ended later.
@@ -216,14 +220,15 @@ def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def prepare_process(device: torch.device) -> None:
-    """Set this process's end and its environment, before it joins a group."""
+def prepare_process(device: torch.device, lazy: bool = False) -> None:
+    """Set this process's end and its environment, before it joins a group (see `start`)."""
     if is_torchruns() and sys.platform == "linux":
         # PR_SET_PDEATHSIG: Linux kills this rank when torchrun, which started it, dies.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # Make gloo connect two ranks when one first sends to the other. By default, each of N ranks
-    # reads N address lists of 154 + 8 N bytes from the store at the start: 552 GB for N = 4,096.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if lazy:
+        # Otherwise each of N ranks reads N address lists of 154 + 8 N bytes from the store at the
+        # start: 552 GB for N = 4,096.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # A request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
     # would find it again after a restart, and end the new and healthy attempt.
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0

@@ -58,7 +58,7 @@ from layout import Run
 from metrics import is_due
 from model import Transformer, eval_mode
 from runtime import agreement, preflight, run_folder, startup_lines
-from runtime.machine import check_bfloat16, keep_freed_memory, read_machine
+from runtime.machine import check_bfloat16, find_machine, keep_freed_memory
 from runtime.preflight import Origin
 from runtime.profiling import Profiler
 from runtime.saver import Saver
@@ -76,7 +76,8 @@ def command(argv: list[str]) -> int:
     # Collectives get more time: a rank may wait in one while another rank compiles or saves.
     collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
     device = config.flag_value(flags, "device")
-    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
+    join_timeout = timedelta(seconds=timeout)
+    world = dist.start(device, collective_timeout, join_timeout, lazy=True)
     # If a rank dies or hangs, the watchdog ends all ranks. torchrun --max-restarts or a scheduler
     # restarts them, and they continue from the latest valid checkpoint.
     watchdog = Watchdog(world.store, world.rank, world.size, timeout)
@@ -92,7 +93,7 @@ def command(argv: list[str]) -> int:
         data_path = layout.take_over(flags, origin)["data"]
         if data_path == config.BUILTIN:
             dist.on_rank0(preflight.prepare_builtin)
-        machine = dist.on_rank0(read_machine, world)
+        machine = find_machine(world)
         with dist.raise_on_all_ranks():
             folders = data.open_folders(data_path)
             if world.rank == 0 and folders[0].tokenizer_file:

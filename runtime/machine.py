@@ -1,6 +1,7 @@
 """The ranks, hosts and devices for which a run is resolved; a setting for freed memory."""
 
 import ctypes
+import dataclasses
 import os
 import socket
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from errors import UsageError
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks and their hardware. All ranks resolve the run for the machine of rank 0."""
+    """The ranks and their hardware: rank 0's, but with the memory of the smallest device."""
 
     world_size: int
     local_size: int  # ranks per host
@@ -42,6 +43,13 @@ def read_machine(world: dist.World) -> Machine:
         device_memory=device_memory,
         has_bfloat16=has_bfloat16,
     )
+
+
+def find_machine(world: dist.World) -> Machine:
+    """Return the machine for which all ranks resolve the run. All ranks call it."""
+    machines = dist.on_all_ranks(read_machine, world)
+    smallest = min(machine.device_memory for machine in machines)
+    return dataclasses.replace(machines[0], device_memory=smallest)
 
 
 def check_bfloat16(world: dist.World) -> None:

@@ -1,5 +1,6 @@
 """From torchrun's variables to a process group; starts by other launchers are refused."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from conftest import TRAIN, Job, flags, free_port, is_running, listen, rows, wai
 import dist
 import errors
 import train
+from runtime.machine import find_machine, read_machine
 from tools import check
 
 FORK = multiprocessing.get_context("fork")
@@ -49,12 +51,14 @@ def test_one_process_of_any_launcher_trains(pool, tokens, tmp_path):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.parametrize("names", ["nope0", "^lo", "127.0.0.1"])
-def test_a_wrong_network_interface_is_refused(pool, tokens, tmp_path, names):
+@pytest.mark.parametrize("names", ["nope0", "^lo"])
+def test_a_wrong_network_interface_is_refused(monkeypatch, tokens, tmp_path, names):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1")
-    ((status, out, err),) = pool(1, listen_with, {"GLOO_SOCKET_IFNAME": names}, argv)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"error: GLOO_SOCKET_IFNAME={names} names no network interface of this host" in err
+    job = Job([TRAIN, *argv], tmp_path / "job")  # torch is unusable in a process after this error
+    assert job.wait(60) == 2
+    assert (job.out, job.err.count("\n")) == ("", 1)
+    assert f"error: GLOO_SOCKET_IFNAME={names} names no network interface of this host" in job.err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,6 +83,18 @@ def test_each_rank_gets_its_own_gpu(monkeypatch):
         dist.find_device("cuda", local_rank=0, local_size=1)
 
 
+def memory_of_unequal_ranks() -> tuple[int, int]:
+    """The memory of the machine that a run is resolved for, and this rank's. Rank 1 has less."""
+    world = dist.start("cpu")
+    world = dataclasses.replace(world, local_size=2 + world.rank)  # it shares its host with more
+    return find_machine(world).device_memory, read_machine(world).device_memory
+
+
+def test_a_run_is_resolved_for_the_smallest_device(pool):
+    (first, more), (second, less) = pool(2, memory_of_unequal_ranks)
+    assert first == second == less < more
+
+
 def count_sockets() -> int:
     sockets = 0
     for path in Path("/proc/self/fd").iterdir():
@@ -87,19 +103,19 @@ def count_sockets() -> int:
     return sockets
 
 
-def sockets_of_groups(lazy: str) -> int:
+def sockets_of_groups(lazy: bool) -> int:
     """Return the number of sockets that a rank opens to form three groups of four ranks."""
     before = count_sockets()
-    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT=lazy):
-        dist.start("cpu")
+    with mock.patch.dict(os.environ):
+        dist.start("cpu", lazy=lazy)
         for _ in range(2):
             torch.distributed.new_group(backend="gloo")
     return count_sockets() - before
 
 
-def test_ranks_connect_when_they_first_send(pool):
-    """A user's TORCH_GLOO_LAZY_INIT=0 makes them connect at once."""
-    for lazy, eager in zip(pool(4, sockets_of_groups, "1"), pool(4, sockets_of_groups, "0")):
+def test_ranks_of_a_run_connect_when_they_first_send(pool):
+    """In a notebook they connect at once: no watchdog ends a rank that waits for one that left."""
+    for lazy, eager in zip(pool(4, sockets_of_groups, True), pool(4, sockets_of_groups, False)):
         assert lazy + 4 < eager  # 9 connections; torch also opens and closes other sockets
 
 

@@ -46,7 +46,7 @@ import metrics
 from runtime import agreement, watchdog
 from runtime.watchdog import Watchdog
 from tools import common
-from tools.common import Machine, Run, flag_value, read_machine
+from tools.common import Machine, Run, find_machine, flag_value
 from tools.measuring import fuzz
 from tools.measuring.parity import (
     GRADIENTS,
@@ -103,7 +103,7 @@ class Ranks:
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         self.folders = common.open_data(flags)
-        self.machine = dist.on_rank0(read_machine, world)
+        self.machine = find_machine(world)
         self.origin = dist.on_rank0(common.named_origin, flags)
         if self.origin.path:
             self.origin = dataclasses.replace(self.origin, step=0, only_weights=True)
@@ -349,7 +349,8 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     timeout = flag_value(flags, "timeout")
     device = flag_value(flags, "device")
     collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
-    world = dist.start(device, collective_timeout, join_timeout=timedelta(seconds=timeout))
+    join_timeout = timedelta(seconds=timeout)
+    world = dist.start(device, collective_timeout, join_timeout, lazy=True)
     with Watchdog(world.store, world.rank, world.size, timeout) as guard:
         guard.progress(0, "in the check", slow=True)
         ranks = Ranks(flags, options.out, world, guard)

@@ -22,7 +22,7 @@ from config import (
 )
 from errors import UsageError
 from layout import Run, empty_model, resolve
-from runtime.machine import Machine, read_machine
+from runtime.machine import Machine, find_machine, read_machine
 from runtime.preflight import (
     NEW_RUN,
     Origin,
@@ -51,6 +51,7 @@ __all__ = [
     "Origin",
     "Run",
     "fake_machine",
+    "find_machine",
     "find_origin",
     "named_origin",
     "open_data",

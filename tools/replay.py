@@ -357,7 +357,7 @@ def run(argv: list[str]) -> None:
     values = DEFAULTS | common.recorded_values(start_of(starts, args.step))
     device = "cpu" if values["device"] == "cpu" else "auto"
     timeout = timedelta(seconds=values["timeout"])
-    world = dist.start(device, SLOW_FACTOR * timeout, join_timeout=timeout)
+    world = dist.start(device, SLOW_FACTOR * timeout, timeout, lazy=True)
     try:
         with Watchdog(world.store, world.rank, world.size, values["timeout"]) as watchdog:
             replay = Replay(args, starts, world, watchdog)
