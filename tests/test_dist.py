@@ -7,9 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 from conftest import build_run, resolve
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist
 import layout
@@ -92,42 +89,6 @@ def dtype_of_rotations(argv: list[str]) -> torch.dtype:
 def test_the_rope_table_stays_in_float32_in_a_bfloat16_run(on_ranks):
     text = "--strategy fsdp --dtype bfloat16"
     assert on_ranks(2, dtype_of_rotations, text) == [torch.float32] * 2
-
-
-class Order(TorchDispatchMode):
-    """Records in which order weights are gathered and multiplied."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        names = {"_allgather_base_": "gather", "mm": "multiply"}
-        if name := names.get(function.overloadpacket.__name__):
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def order_of_forward(device: str) -> list[str]:
-    """Run the forward pass of three layers, each a unit of FSDP."""
-    world = dist.start(device)
-    mesh = dist.make_mesh(world, (1, world.size, 1))
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-    units = [[layer] for layer in model]
-    model = dist.parallelize(model, mesh, "fsdp", init=None, fsdp_units=units)
-    with Order() as order:
-        model(torch.ones(4, 8, device=world.device))
-    dist.on_all_ranks(int)
-    return order.found
-
-
-def test_a_cpu_gathers_the_next_unit_before_it_computes(pool):
-    """GPUs need no request for this: see test_fake_cuda.py."""
-    expected = ["gather", "gather", "multiply", "gather", "multiply", "multiply"]
-    assert pool(2, order_of_forward, "cpu") == [expected] * 2
 
 
 FULL = "this disk is full"

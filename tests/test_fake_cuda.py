@@ -18,7 +18,8 @@ import fake_cuda
 import pytest
 import torch
 from conftest import Pool, flags
-from test_dist import order_of_forward, place_on_mesh
+from core.test_mesh import order_of_forward
+from test_dist import place_on_mesh
 
 import dist
 import sample

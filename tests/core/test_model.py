@@ -67,6 +67,32 @@ def test_rope_scaling_matches_the_published_formula():
     torch.testing.assert_close(scale_frequencies(frequencies, scaling), expected)
 
 
+def error_of_repeated_tokens(tied: bool, count: int) -> tuple[float, float]:
+    """Return by how much the embedding's gradient of a bfloat16 weight is off, and its norm.
+
+    Half of the count x 256 tokens are the same one. FSDP gathers such weights.
+    """
+    config = dataclasses.replace(SMALL, tied=tied, seq_len=256)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(64, (count, 256), generator=generator) for _ in range(2))
+    tokens[:, ::2] = 7
+    gradients = []
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        model = Transformer(config, torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            model.init_tensor(name, parameter, seed=0)
+        model.bfloat16().to(weight_dtype)(tokens, targets).backward()
+        gradients.append(model.embed.weight.grad.float())
+    expected, rounded = gradients
+    return (rounded - expected).norm().item(), expected.norm().item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_repeated_tokens_are_summed_in_float32(tied):
+    difference, size = error_of_repeated_tokens(tied, count=16)
+    assert difference < 0.005 * size
+
+
 def test_a_manifest_without_a_field_gives_its_default():
     """A manifest may be older than the field."""
     fields = dataclasses.asdict(SCALED)
