@@ -127,11 +127,13 @@ def start_process(command: list, prepare=lambda: None, **options) -> subprocess.
 
 # Files that the second process runs as well, so that both processes take about as long
 ALSO_SECOND = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
+ALSO_SECOND += ["test_chaos.py", "test_fuzz.py", "test_profiling.py", "test_replay.py"]
 
 
 def runs_second(item: pytest.Item) -> bool:
-    """Whether the second process runs this test: without workers, or in ALSO_SECOND."""
-    return "pool" not in item.fixturenames or item.path.name in ALSO_SECOND
+    """Whether the second process runs this test."""
+    is_extra = item.path.parent.name == "extras"
+    return "pool" not in item.fixturenames or item.path.name in ALSO_SECOND or is_extra
 
 
 @pytest.hookimpl(wrapper=True)

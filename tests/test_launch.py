@@ -51,8 +51,8 @@ def test_one_process_of_any_launcher_trains(pool, tokens, tmp_path):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.parametrize("names", ["nope0", "^lo"])
-def test_a_wrong_network_interface_is_refused(monkeypatch, tokens, tmp_path, names):
+def test_a_wrong_network_interface_is_refused(monkeypatch, tokens, tmp_path):
+    names = "^lo"  # NCCL's way to write all but lo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1")
     job = Job([TRAIN, *argv], tmp_path / "job")  # torch is unusable in a process after this error
@@ -165,7 +165,6 @@ def start_alone(variables: dict[str, str]) -> str:
         {"RANK": "1"},  # rank 0 does not serve its store
         {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},  # nor torchrun
         {"RANK": "0"},  # rank 1 is missing
-        {"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"},
     ],
 )
 def test_the_error_of_a_failed_rendezvous_says_where_it_was(pool, variables):

@@ -111,6 +111,7 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
     return found.problems
 
 
+@pytest.mark.slow  # it depends on times
 def test_only_slow_links_are_reported(pool):
     """There are two hosts of two ranks. One slow link is within a host, the other between hosts."""
     slow = [(3, 2), (1, 3)]

@@ -1,9 +1,12 @@
 """--tracker wandb: rows are also sent to wandb, here to a module of this name that notes them."""
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
-from core.conftest import job, tokens  # noqa: F401
+from core.conftest import SMALL, pool, read_rows, run_command, tokens  # noqa: F401
 
 NOTES = """
 import json, os
@@ -22,44 +25,60 @@ def init(**options):
     Run().note("init", sorted(options), options.get("id"))
     return Run()
 """
+MISSING = "raise ImportError('no wandb here')"
+
+
+def run_with_wandb(argv: list[str], folder: Path, module: str, variables: dict) -> tuple:
+    """Run train.command on this rank, where `import wandb` finds this module."""
+    (folder / "wandb.py").write_text(module)
+    os.environ |= {"NOTES": str(folder / "notes"), **variables}
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    try:
+        return run_command(argv)
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("wandb", None)
 
 
 @pytest.fixture
-def notes(tmp_path, monkeypatch):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/wandb.py").write_text(NOTES)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+def train(pool, tokens, tmp_path):  # noqa: F811
+    """train(ranks, flags, module): what each rank ended with."""
+
+    def call(ranks: int, text: str = "", module: str = NOTES, **variables: str) -> list[tuple]:
+        flags = f"{SMALL} --tracker wandb --data {tokens} --out {tmp_path}/run {text}"
+        return pool(ranks, run_with_wandb, flags.split(), tmp_path, module, variables)
+
+    return call
+
+
+@pytest.fixture
+def notes(tmp_path):
     return lambda: [*map(json.loads, (tmp_path / "notes").read_text().splitlines())]
 
 
-def test_rank_0_sends_every_row_once(job, notes):  # noqa: F811
-    run = job(2, "--strategy ddp --tracker wandb")
-    assert run.wait() == 0, run.printed()
+def test_rank_0_sends_every_row_once(train, notes):
+    assert [status for status, _, _ in train(2, "--strategy ddp")] == [0, 0]
     assert [kind for kind, *_ in notes()].count("init") == 1
     steps = [step or row["step"] for kind, step, row in notes()[1:-1] if "loss" in row]
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_a_tracker_that_fails_later_does_not_end_the_run(job, notes, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("BREAKS", "1")
-    run = job(1, "--tracker wandb")
-    assert run.wait() == 0, run.printed()
-    assert len(run.rows()) == 5
-    assert "the network is down" in run.printed()
+def test_a_tracker_that_fails_later_does_not_end_the_run(train, tmp_path):
+    ((status, printed, _),) = train(1, BREAKS="1")
+    assert status == 0
+    assert "--tracker failed and is off" in printed and "the network is down" in printed
+    assert len(read_rows(tmp_path / "run/metrics.jsonl", "loss")) == 5
 
 
-def test_a_first_start_without_the_tracker_is_refused_but_no_later_one(job, notes, tmp_path):  # noqa: F811
-    (tmp_path / "site/wandb.py").write_text("raise ImportError('no wandb here')")
-    first = job(2, "--strategy ddp --tracker wandb", "run")
-    assert first.wait() == 1  # torchrun's
-    assert "--tracker wandb cannot be used: ImportError('no wandb here')" in first.printed()
-    assert not first.out.exists()
+def test_a_first_start_without_the_tracker_is_refused_but_no_later_one(train, tmp_path):
+    for status, _, error in train(2, "--strategy ddp", MISSING):
+        assert status == 2
+        assert error.startswith("--tracker wandb cannot be used: ImportError('no wandb here')")
+    assert not (tmp_path / "run").exists()
 
-    (tmp_path / "site/wandb.py").write_text(NOTES)
-    assert job(1, "--tracker wandb", "run").wait() == 0
-    (tmp_path / "site/wandb.py").write_text("raise ImportError('no wandb here')")
-    later = job(1, "--tracker wandb --max_steps 7", "run")
-    assert later.wait() == 0, later.printed()
-    assert "--tracker failed and is off" in later.printed() and "no wandb here" in later.printed()
-    assert len(later.rows()) == 7
+    assert train(1)[0][0] == 0
+    ((status, printed, _),) = train(1, "--max_steps 7", MISSING)
+    assert status == 0
+    assert "--tracker failed and is off" in printed and "no wandb here" in printed
+    assert len(read_rows(tmp_path / "run/metrics.jsonl", "loss")) == 7
