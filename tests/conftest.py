@@ -127,7 +127,8 @@ def start_process(command: list, prepare=lambda: None, **options) -> subprocess.
 
 # Files that the second process runs as well, so that both processes take about as long
 ALSO_SECOND = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
-ALSO_SECOND += ["test_chaos.py", "test_fuzz.py", "test_profiling.py", "test_replay.py"]
+ALSO_SECOND += ["test_chaos.py", "test_checkpoint.py", "test_fuzz.py", "test_profiling.py"]
+ALSO_SECOND += ["test_replay.py"]
 
 
 def runs_second(item: pytest.Item) -> bool:

@@ -13,7 +13,8 @@ import zero
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_stage_equals_one_rank(ranks, tmp_path):
     job = torchrun(ranks, [], tmp_path, script=zero.__file__, cwd=ROOT)
     assert job.wait(100) == 0, job.out

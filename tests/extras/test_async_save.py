@@ -10,9 +10,7 @@ import checkpoint
 
 ROWS = {
     "single": (1, "--strategy single"),
-    "ddp 2": (2, "--strategy ddp"),
     "fsdp 2": (2, "--strategy fsdp"),
-    "hsdp 2 x 2": (4, "--strategy hsdp --dp_replicate 2"),
 }
 SAVES = "--save_interval 2 --keep_last 0 --max_steps 6"
 

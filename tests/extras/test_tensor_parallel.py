@@ -13,7 +13,6 @@ ROWS = {
     "ddp 2 x tp 2": (4, "--strategy ddp --tp 2", "--micro_batch_size 2"),
     "fsdp 2 x tp 2": (4, "--strategy fsdp --tp 2", "--activation_checkpointing selective"),
     "fsdp 2 x tp 2, untied": (4, "--strategy fsdp --tp 2", UNTIED),
-    "hsdp 1 x 2 x tp 2": (4, "--strategy hsdp --dp_replicate 1 --tp 2", "--micro_batch_size 1"),
 }
 
 
