@@ -1,7 +1,6 @@
 """Ranks that were started differently are refused; a stop signal to one rank stops all."""
 
 import os
-import re
 import signal
 import socket
 from pathlib import Path
@@ -10,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags, listen
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
 import data
@@ -118,37 +116,6 @@ def test_a_sequence_that_two_ranks_read_is_found(pool):
             "the reader of sequence 4 is dp_replicate 0, dp_shard 0 on rank 0 and "
             "dp_replicate 0, dp_shard 1 on rank 1: start all ranks with the same"
         )
-
-
-def test_the_error_names_the_replica_that_differs():
-    """Ranks 0 to 2 hold part 0 of the second weight, rank 3 part 1."""
-    a_sums, b_parts, b_sums = [9, 9, 9, 9], [0, 0, 0, 1], [5, 5, 6, 7]
-    ranks = []
-    for host, a, part, b in zip("uvwx", a_sums, b_parts, b_sums, strict=True):
-        ranks.append((host, [((), a), ((part,), b)]))
-    line = "b has different bits on rank 2 (w) than on rank 0 (u), which holds the same part of it"
-    assert agreement.describe_difference(["a", "b"], ranks) == line
-    assert agreement.describe_difference(["a"], ranks) is None
-
-
-def compare_before_and_after_a_bit_flips() -> tuple[int, str]:
-    """Return the number of gathers for equal replicas, and the error if a bit of rank 3 flips."""
-    world = dist.start("cpu")
-    mesh = dist.make_mesh(world, (2, 2, 1))
-    part = torch.full((3,), 1.0 + world.rank % 2)
-    placements = [Replicate(), Shard(0)]
-    split = DTensor.from_local(part, mesh["dp_replicate", "dp_shard"], placements)
-    weights = {"whole": torch.ones(2), "split": split}
-    with mock.patch.object(dist, "on_all_ranks", wraps=dist.on_all_ranks) as gather:
-        assert agreement.compare_replicas(weights) is None
-    part.view(torch.int32)[1] += world.rank == 3
-    return gather.call_count, agreement.compare_replicas(weights)
-
-
-def test_replicas_are_gathered_only_if_two_differ(pool):
-    for gathers, line in pool(4, compare_before_and_after_a_bit_flips):
-        assert gathers == 0
-        assert re.match(r"split has different bits on rank [13] \(.*\) than on rank [13] \(", line)
 
 
 def test_a_run_under_nohup_outlives_its_terminal(pool):
