@@ -409,8 +409,11 @@ def test_loading_refuses_an_index_without_the_first_row(trained, tmp_path):
         checkpoint.load_state(path, {EMBED: torch.zeros(321, 32)})
 
 
+# A start asks verify, which has found all of them above, so two of the manifests are enough.
+MANIFESTS = [case for case in DAMAGES if case.startswith("manifest: ")]
+AT_A_START = [case for case in DAMAGES if case not in MANIFESTS[2:]]
 # Rank 0 reads manifest.json; all ranks share the other files.
-STARTS = [(case, 1 if "manifest" in case else 2) for case in DAMAGES]
+STARTS = [(case, 1 if "manifest" in case else 2) for case in AT_A_START]
 STARTS += [("bit of a value", 1), ("bit of a value of rank 1", 1), ("bit of index.json", 1)]
 
 
@@ -439,7 +442,7 @@ def assert_refused(run: Run, before: dict) -> None:
     assert snapshot(run.out) == before
 
 
-@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("case", AT_A_START)
 def test_a_start_without_an_intact_checkpoint_is_refused(train, trained, tmp_path, case):
     """It names both checkpoints and what is wrong with them, and changes nothing on disk."""
     damage, words, _ = DAMAGES[case]

@@ -203,6 +203,7 @@ def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
     assert_same(run.out, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_job_and_harms_nothing(start, whole, pool, tokens):
     job = start("torchrun")
     job.until(lambda: job.out.exists() and len(job.ranks()) == 2)
