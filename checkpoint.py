@@ -30,8 +30,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +73,26 @@ class PathError(ValueError):
     """A path has no readable checkpoint, or none can be created there. The message is one line."""
 
     exit_status = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of checkpoints; config.py explains the annotations."""
+
+    save_interval: Annotated[int, "free", "steps between checkpoints; 0: only at the end", (0,)] = (
+        250
+    )
+    keep_last: Annotated[int, "free", "number of latest checkpoints to keep; 0: all", (0,)] = 2
+    keep_every: Annotated[int, "free", "also keep steps N, 2N, 3N, ...; 0: none", (0,)] = 0
+    checkpoint: Annotated[
+        Literal["sharded", "none"],
+        "free",
+        "sharded: one file per rank; none: the run cannot be continued",
+    ] = "sharded"
+    async_save: Annotated[bool, "free", "write checkpoints while training continues"] = False
+    init_from: Annotated[
+        str | None, "free", "start from the weights of this checkpoint or run", "PATH"
+    ] = None
 
 
 def reason(error: BaseException) -> str:

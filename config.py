@@ -1,240 +1,167 @@
-"""The configuration of a run: a dataclass whose fields are the flags of train.py.
+"""From a command line to a resolved run.
 
-python train.py --help
+    config = parse(argv, saved)                    the run's own flags, then those typed now
+    run = resolve(config, machine, data, ...)      a value for every flag, and what follows from it
+
+Each file declares the flags that it obeys in a class named Settings, and Config is their union. To
+add a flag, add a line to one of these classes; --help prints it, and config.json keeps it:
+
+    lr: Annotated[float | None, "part", "peak learning rate", (0,)] = None
+
+The strings are the flag's kind and its help text. (0,) are the limits of a number: at least 0, or
+with (0, 1) also below 1. A text may have a name for --help instead, such as "PATH". A kind says
+what happens to the flag when a run continues:
+
+    part    a part of the run: a changed value is refused without --allow_changes
+    free    remembered like a part, but it may change; the change is printed
+    once    for this start only: neither remembered nor compared
+
+None, which is typed as auto, and "auto" stand for a default that `resolve` computes. A part that is
+not given keeps the value that the checkpoint records, so its default is computed only for a new
+run. The default of a free flag is computed in each start. So no default of a part may depend on a
+flag that is free.
 """
 
 import argparse
+import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
+import checkpoint
+import data
+import dist
 import errors
+import metrics
+import model
 import optim
+from data import DataFacts
+from dist import Machine
 from errors import UsageError
-from model import SIZES
+from model import SIZES, ModelConfig, Transformer
 
-BUILTIN = "tokens/python"
-
-
-def parse_wrap(text: str) -> str:
-    """The argparse type of --wrap."""
-    if text != "auto":
-        blocks_per_unit(text)
-    return text
+# --------------------------------------------------------------------------------------------------
+# The flags
 
 
-def blocks_per_unit(wrap: str) -> int | None:
-    """Return the number of blocks per FSDP unit, or None for all. `wrap` is not "auto"."""
-    match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
-    if not match:
-        raise argparse.ArgumentTypeError(
-            f"{wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
-        )
-    return None if wrap == "none" else int(match[1] or 1)
+@dataclass(frozen=True, kw_only=True)
+class Config(dist.Settings, model.Settings, data.Settings, optim.Settings, checkpoint.Settings):
+    """The flags as given: typed now or earlier, or their defaults."""
 
-
-def parse_window(text: str) -> str:
-    """The argparse type of --profile."""
-    profile_window(text)
-    return text
-
-
-def profile_window(profile: str) -> tuple[int, int]:
-    """Return the two steps of --profile START:STOP."""
-    match = re.fullmatch(r"(\d+):(\d+)", profile)
-    start, stop = map(int, match.groups()) if match else (0, 0)
-    if start >= stop:
-        raise argparse.ArgumentTypeError(
-            f"{profile}: give START:STOP with START < STOP, like 10:13"
-        )
-    return start, stop
-
-
-def flag(
-    group: str,
-    default,
-    help: str,
-    *,
-    ge: float | None = None,
-    lt: float = math.inf,
-    metavar: str | None = None,
-    parse: Callable | None = None,
-    resume: Literal["never", "refused", "allowed", "not compared"] = "refused",
-):
-    """Return a field of Config: its group in --help, default, help text, and how to parse it.
-
-    Numbers must be in ge <= value < lt. `parse` is an argparse type that replaces the field's type.
-    `resume` is what happens if the value differs from the value in the run to continue:
-
-    never           the start is refused: it would be a different run
-    refused         the start is refused without --allow_changes: results would change
-    allowed         the change is printed. Each start computes defaults of None and "auto" again
-                    (layout.resolve). Model and data are compared by their fields and fingerprint.
-    not compared    nothing: the flag applies to one start, and later starts do not take it over
-    """
-    metadata = {"group": group, "help": help, "ge": ge, "lt": lt, "resume": resume}
-    return field(default=default, metadata=metadata | {"metavar": metavar, "parse": parse})
-
-
-fixed = functools.partial(flag, resume="never")
-free = functools.partial(flag, resume="allowed")
-once = functools.partial(flag, resume="not compared")
+    out: Annotated[
+        str | None, "once", "run folder (default: runs/MODEL or runs/INIT_FROM)", "DIR"
+    ] = None
+    # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
+    global_batch_size: Annotated[int, "part", "sequences per step, over all ranks", (1,)] = 16
+    micro_batch_size: Annotated[
+        int | None,
+        "free",
+        "sequences per rank and forward (default: its share of the batch)",
+        (1,),
+    ] = None
+    eval_interval: Annotated[int, "free", "steps between evaluations; 0: only at the end", (0,)] = (
+        250
+    )
+    eval_sequences: Annotated[int, "free", "validation sequences, always the same", (1,)] = 512
+    eval_only: Annotated[
+        bool, "once", "print the validation loss of --out's latest checkpoint; write nothing"
+    ] = False
+    sample_tokens: Annotated[
+        int, "free", "tokens to sample at the end, if memory allows; 0: none", (0,)
+    ] = 256
+    max_skipped: Annotated[
+        int, "free", "end the run after N skipped updates in a row; 0: never", (0,)
+    ] = 100
+    log_interval: Annotated[int, "free", "steps between log rows", (1,)] = 10
+    optim_metrics_interval: Annotated[
+        int,
+        "free",
+        "steps between rows of per-parameter statistics in optim.jsonl; 0: none",
+        (0,),
+    ] = 0
+    tracker: Annotated[
+        Literal["none", "wandb"],
+        "free",
+        "also send training and evaluation rows to wandb (pip install wandb)",
+    ] = "none"
+    peak_tflops: Annotated[float | None, "free", "dense TFLOP/s per device, for MFU", (1e-9,)] = (
+        None
+    )
+    profile: Annotated[str | None, "once", "steps to trace", "START:STOP"] = None
+    allow_changes: Annotated[bool, "once", "continue a run even if its results change"] = False
+    dry_run: Annotated[
+        bool, "once", "check everything up to the first step; write nothing to OUT"
+    ] = False
 
 
 @dataclass(frozen=True)
-class Config:
-    """The flags and their defaults. To add a flag, add a field here; --help prints it.
+class Flag:
+    """A field of Config, as its annotation declares it."""
 
-    A field with the same name as a field of ModelConfig overrides that field unless it is None.
-    Continuing a run with a changed value is refused unless the field is `free` or `once`.
-    layout.resolve replaces defaults of None or "auto" with computed values.
-    """
+    name: str
+    type: Any  # int, float, bool, str or a Literal
+    kind: Literal["part", "free", "once"]
+    help: str
+    default: Any
+    file: str  # which obeys it
+    least: float | None = None  # a number must be least <= value < below
+    below: float = math.inf
+    metavar: str | None = None
 
-    data: str = free("basics", BUILTIN, "token folder, or DIR:SHARE,...", metavar="DIR")
-    out: str | None = once(
-        "basics", None, "run folder (default: runs/MODEL or runs/INIT_FROM)", metavar="DIR"
-    )
-    seed: int = fixed("data", 0, "seed of the initial weights and the data order", ge=0, lt=2**32)
-
-    model: Literal[tuple(SIZES)] = fixed(
-        "basics", "tiny", "named size; --n_layer ... --seq_len override its parts"
-    )
-    n_layer: int | None = free("model", None, "number of blocks", ge=1, lt=10_000)
-    n_head: int | None = free("model", None, "number of attention heads", ge=1, lt=10_000)
-    n_kv_head: int | None = free("model", None, "key and value heads; fewer than n_head: GQA", ge=1)
-    d_model: int | None = free("model", None, "width of the residual stream", ge=1, lt=1_000_000)
-    d_ff: int | None = free("model", None, "hidden width of the MLP", ge=1, lt=10_000_000)
-    seq_len: int | None = free("model", None, "tokens per sequence", ge=1)
-
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = free(
-        "basics", "auto", "auto: ddp if it fits on one device, else fsdp, or hsdp on several hosts"
-    )
-    dp_replicate: int | None = free("mesh", None, "number of replicas (hsdp: one per host)", ge=1)
-    dp_shard: int | None = free("mesh", None, "ranks per replica (hsdp: all of a host)", ge=1)
-    tp: int = free("mesh", 1, "tensor parallelism: ranks that compute one forward together", ge=1)
-    wrap: str = free(
-        "mesh",
-        "auto",
-        "FSDP unit: auto, block, block_group:K or none",
-        metavar="UNIT",
-        parse=parse_wrap,
-    )
-    reshard_after_forward: bool = free(
-        "mesh", True, "free weights after forward and regather in backward; false: SHARD_GRAD_OP"
-    )
-    grad_sync: Literal["batch", "micro_batch", "shard"] = free(
-        "mesh", "batch", "when to average gradients; shard: across hsdp replicas only once per step"
-    )
-
-    # global_batch_size = micro_batch_size x grad_accum_steps x dp_size
-    global_batch_size: int = fixed("basics", 16, "sequences per step, over all ranks", ge=1)
-    micro_batch_size: int | None = free(
-        "basics", None, "sequences per rank and forward (default: its share of the batch)", ge=1
-    )
-    activation_checkpointing: Literal["none", "selective", "full"] = free(
-        "memory", "none", "recompute blocks in backward; selective: all but matmuls and attention"
-    )
-    loss_chunks: int | None = free(
-        "memory", None, "compute logits and loss in N chunks of tokens (default: by size)", ge=1
-    )
-
-    max_steps: int = free("basics", 700, "optimizer steps of the run", ge=1)
-    lr: float | None = flag("basics", None, "peak learning rate (default: 0.5 / d_model)", ge=0)
-    min_lr: float = flag("optimizer", 0.0, "learning rate at step max_steps + 1", ge=0)
-    warmup_steps: int = flag("optimizer", 50, "steps of linear warm-up from 0 to lr", ge=0)
-    schedule: Literal[tuple(optim.SCHEDULES)] = flag(
-        "optimizer", "linear", "decay to min_lr; wsd: only in the last fifth of steps after warm-up"
-    )
-    optimizer: Literal[tuple(optim.OPTIMIZERS)] = fixed(
-        "optimizer", "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest"
-    )
-    weight_decay: float = flag("optimizer", 0.1, "not applied to norms and the embedding", ge=0)
-    beta1: float = flag("optimizer", 0.9, "AdamW beta1", ge=0, lt=1)
-    beta2: float = flag("optimizer", 0.95, "AdamW beta2", ge=0, lt=1)
-    eps: float = flag("optimizer", 1e-8, "AdamW epsilon", ge=0)
-    clip: Literal[tuple(optim.CLIPS)] = flag(
-        "optimizer", "norm", "norm: clip the full gradient; adaptive: each parameter's gradient"
-    )
-    max_grad_norm: float = flag("optimizer", 1.0, "limit of --clip norm", ge=1e-9)
-    max_grad_norm_ratio: float = flag("optimizer", 2.0, "limit of --clip adaptive", ge=1e-9)
-    max_skipped: int = free(
-        "optimizer", 100, "end the run after N skipped updates in a row; 0: never", ge=0
-    )
-
-    log_interval: int = free("cadence", 10, "steps between log rows", ge=1)
-    tracker: Literal["none", "wandb"] = free(
-        "cadence", "none", "also send training and evaluation rows to wandb (pip install wandb)"
-    )
-    optim_metrics_interval: int = free(
-        "cadence", 0, "steps between rows of per-parameter statistics in optim.jsonl; 0: none", ge=0
-    )
-    eval_interval: int = free("basics", 250, "steps between evaluations; 0: only at the end", ge=0)
-    eval_sequences: int = free("cadence", 512, "validation sequences, always the same", ge=1)
-    eval_only: bool = once(
-        "cadence", False, "print the validation loss of --out's latest checkpoint; write nothing"
-    )
-    sample_tokens: int = free(
-        "cadence", 256, "tokens to sample at the end, if memory allows; 0: none", ge=0
-    )
-    profile: str | None = once(
-        "cadence", None, "steps to trace", metavar="START:STOP", parse=parse_window
-    )
-
-    save_interval: int = free("basics", 250, "steps between checkpoints; 0: only at the end", ge=0)
-    keep_last: int = flag("checkpoints", 2, "number of latest checkpoints to keep; 0: all", ge=0)
-    keep_every: int = free("checkpoints", 0, "also keep steps N, 2N, 3N, ...; 0: none", ge=0)
-    checkpoint: Literal["sharded", "none"] = free(
-        "checkpoints", "sharded", "sharded: one file per rank; none: the run cannot be continued"
-    )
-    async_save: bool = free("checkpoints", False, "write checkpoints while training continues")
-    init_from: str | None = once(
-        "checkpoints", None, "start from the weights of this checkpoint or run", metavar="PATH"
-    )
-    allow_changes: bool = once("checkpoints", False, "continue a run even if its results change")
-
-    dry_run: bool = once(
-        "stops", False, "check everything up to the first step; write nothing to OUT"
-    )
-    timeout: float = once(
-        "stops",
-        120.0,
-        "end the run after X seconds without progress; 10 times as long to start or save",
-        ge=1,
-        lt=1e9,
-    )
-
-    device: Literal["auto", "cpu", "cuda"] = once("hardware", "auto", "auto: GPUs if available")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "hardware", "auto", "compute dtype; auto: bfloat16 if the hardware supports it"
-    )
-    compile: bool = free("hardware", False, "compile the model, or its layers, with torch.compile")
-    num_workers: int | None = free(
-        "hardware", None, "processes per rank that read ahead (default: 2 with GPUs, else 0)", ge=0
-    )
-    peak_tflops: float | None = free("hardware", None, "dense TFLOP/s per device, for MFU", ge=1e-9)
+    def parse(self, text: str):
+        """The argparse type of the flag."""
+        if text == "auto" and self.default is None:
+            return None
+        if get_origin(self.type) is Literal:
+            if text not in get_args(self.type):
+                choices = ", ".join(get_args(self.type))
+                raise argparse.ArgumentTypeError(f"{text}: choose from {choices}")
+            return text
+        if self.type is bool:
+            if text.lower() not in ("true", "false"):
+                raise argparse.ArgumentTypeError(f"{text}: give true or false")
+            return text.lower() == "true"
+        if self.least is None:
+            return self.type(text)
+        try:
+            return errors.number(self.type, self.least, self.below)(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"invalid {self.type.__name__} value: {text!r}"
+            ) from None
 
 
-DEFAULTS = {f.name: f.default for f in dataclasses.fields(Config)}
-POLICIES = {f.name: f.metadata["resume"] for f in dataclasses.fields(Config)}
-# The flags of the mesh go together: if one is typed, none is taken over from an earlier start.
-MESH = ("strategy", "dp_replicate", "dp_shard", "tp", "grad_sync")
-# Flags whose value a later start does not take over: those that apply to one start, and those whose
-# default is computed in each start (unless they were typed)
-PER_START = {
-    f.name
-    for f in dataclasses.fields(Config)
-    if f.name in MESH
-    or f.metadata["resume"] == "not compared"
-    or (f.metadata["resume"] == "allowed" and f.default in (None, "auto"))
-}
+def declared_flags(config: type) -> dict[str, Flag]:
+    """Return the flags of a Config, in the order of --help."""
+    hints = get_type_hints(config, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    flags = {}
+    for owner in (config, *config.__bases__):
+        file = "train.py" if owner is config else f"{owner.__module__}.py"
+        for name in owner.__annotations__:
+            if get_origin(hints[name]) is not Annotated or name in flags:
+                continue
+            kind, help, *rest = hints[name].__metadata__
+            declared, *_ = get_args(hints[name])
+            if type(None) in get_args(declared):  # int for int | None
+                declared, _ = get_args(declared)
+            options = {}
+            for option in rest:
+                limits = ("least", "below")
+                named = {"metavar": option} if isinstance(option, str) else zip(limits, option)
+                options |= dict(named)
+            flags[name] = Flag(name, declared, kind, help, defaults[name], file, **options)
+    return flags
 
-METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+FLAGS = declared_flags(Config)
+METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
 
 EXAMPLES = """
 examples:
@@ -248,61 +175,8 @@ docs/reference.md has the log's fields, exit statuses, file formats and guarante
 """
 
 
-# --------------------------------------------------------------------------------------------------
-# Command line -> flags
-
-
-def parse(argv: list[str]) -> dict:
-    """Return {name: value} of the flags that are typed or in the --config file.
-
-    `out` is always included: its default depends only on these flags. Raises UsageError.
-    """
-    flags = parse_flags(build_parser(), argv)
-    named = flags.get("init_from")
-    if named == "":  # for example, a shell variable that is not set
-        raise UsageError("--init_from is empty: give the path of a checkpoint or a run")
-    if "out" not in flags:
-        flags["out"] = default_out(flags)
-        if Path(flags["out"]) == Path(named or "."):
-            raise UsageError(f"choose a new folder with --out: {named} belongs to another run")
-    if Path.cwd().is_relative_to(Path(flags["out"]).resolve()):
-        raise UsageError(
-            f"--out {flags['out'] or repr('')} is the current folder or a folder above it: "
-            "choose a folder for this run alone, for example runs/mine"
-        )
-    return flags
-
-
-def parse_flags(parser: errors.Parser, argv: list[str]) -> dict:
-    """Return {flag: value}; flags in `argv` override those of a --config file. Raises UsageError.
-
-    `parser` has at least the flags of `build_parser`; those have no argparse defaults.
-    """
-    given = parser.parse_known_args(argv)[0]
-    if given.config:
-        argv = config_flags(parser, given.config, getattr(given, "out", None)) + argv
-    flags = vars(parser.parse_args(argv))
-    return {name: value for name, value in flags.items() if name != "config"}
-
-
-def default_out(flags: dict) -> str:
-    """Return runs/NAME, named after the model or the run or checkpoint of --init_from.
-
-    For a checkpoint of a run, NAME is RUN-step-N.
-    """
-    path = Path(flags.get("init_from") or flag_value(flags, "model"))
-    if path.parent.name == "checkpoints":
-        return f"runs/{path.parent.parent.name}-{path.name}"
-    return f"runs/{path.name}"
-
-
-def flag_value(flags: dict, name: str):
-    """Return the flag as typed or in --config, else its default in Config."""
-    return flags.get(name, getattr(Config, name))
-
-
 def build_parser() -> errors.Parser:
-    """Return a parser with one flag for each field of Config."""
+    """Return a parser of all flags. Only those that are given get a value."""
     parser = errors.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
@@ -310,65 +184,428 @@ def build_parser() -> errors.Parser:
         "torchrun --nproc_per_node N starts. The same command continues a stopped run.",
         epilog=EXAMPLES,
     )
-    groups = {}
-    for f in dataclasses.fields(Config):
-        title = f.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        add_flag(groups[title], f)
-    groups["basics"].add_argument(
+    parser.add_argument(
         "--config",
         metavar="FILE.json",
+        default=argparse.SUPPRESS,
         help="config.json of a run, or a file in configs/; the command line overrides it",
     )
+    groups = {}
+    for flag in FLAGS.values():
+        if flag.file not in groups:
+            groups[flag.file] = parser.add_argument_group(flag.file)
+        help = flag.help
+        if flag.default is not None:
+            help += f" (default: {str(flag.default).lower()})"
+        metavar = flag.metavar or METAVARS.get(flag.type)
+        if get_origin(flag.type) is Literal:
+            metavar = f"{{{','.join(get_args(flag.type))}}}"
+        options = {"type": flag.parse, "metavar": metavar, "help": help}
+        if flag.type is bool:  # --async_save alone is --async_save true
+            options |= {"nargs": "?", "const": True}
+        groups[flag.file].add_argument(f"--{flag.name}", default=argparse.SUPPRESS, **options)
     return parser
 
 
-def add_flag(group, f: dataclasses.Field) -> None:
-    # Only flags that are typed get a value: layout.resolve fills in the defaults.
-    options = {"default": argparse.SUPPRESS, "help": f.metadata["help"]}
-    if f.default is not None:
-        options["help"] += f" (default: {str(f.default).lower()})"
-    kind, *_ = get_args(f.type) or [f.type]  # int for int, and for int | None
-    if get_origin(f.type) is Literal:
-        options["choices"] = get_args(f.type)
-    elif kind is bool:
-        # --async_save alone is --async_save true
-        options |= {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL"}
-    else:
-        parse = f.metadata["parse"] or kind
-        if f.metadata["ge"] is not None:
-            parse = errors.number(kind, f.metadata["ge"], f.metadata["lt"])
-        options |= {"type": parse, "metavar": f.metadata["metavar"] or METAVARS[kind]}
-    group.add_argument(f"--{f.name}", **options)
+# --------------------------------------------------------------------------------------------------
+# Command line -> flags
 
 
-def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
+def parse(argv: list[str], saved: dict[str, dict] | None = None) -> Config:
+    """Return the flags: those of `saved`, then those of --config FILE, then the typed ones.
 
-
-def config_flags(parser: errors.Parser, file: str, out: str | None) -> list[str]:
-    """Turn a saved config.json into flags, so that one parser checks both. Raises UsageError.
-
-    A new run in `out` does not take over init_from from the config of another run.
+    `saved` is {file: flags}, as `read_flags` returns the flags of the run to continue. `out` is
+    always given, since its default follows from the other flags of `argv`. Raises UsageError.
     """
-    left_out = {"allow_changes"}  # applied only to the start that gave it
-    run = Path(file).resolve().parent
-    if out and (run / "starts.jsonl").exists() and Path(out).resolve() != run:
-        left_out.add("init_from")
-    if Path(file).is_dir():
-        raise UsageError(f"--config {file} is a folder: give a file, such as {file}/config.json")
-    try:
-        values = json.loads(Path(file).read_text("utf-8-sig"))
-        if not isinstance(values, dict) or "config" in values:
-            raise UsageError("it must be a JSON object of flags, without config")
-        flags = []
-        for name, value in values.items():
-            if value is not None and name not in left_out:
-                flags.append(f"--{name}={value}")
-        parser.parse_args(flags)
-    except (OSError, ValueError) as error:  # including UsageError
-        raise UsageError(f"--config {file}: {error}") from None
+    layers = parse_layers(build_parser(), argv)
+    typed = merge(layers)
+    check_paths(typed)
+    out = typed.get("out") or default_out(typed)
+    source = typed.get("init_from")
+    if source and not typed.get("out") and Path(out) == Path(source) and not typed.get("eval_only"):
+        raise UsageError(f"choose a new folder with --out: {source} belongs to another run")
+    if Path.cwd().is_relative_to(Path(out).resolve()):
+        raise UsageError(
+            f"--out {out} is the current folder or a folder above it: "
+            "choose a folder for this run alone, for example runs/mine"
+        )
+    return Config(**merge(saved or {}) | typed | {"out": out})
+
+
+def parse_layers(parser: errors.Parser, argv: list[str]) -> dict[str, dict]:
+    """Return {where: flags}: where they were given, in the order in which they override each other.
+
+    `parser` has at least the flags of `build_parser`. Raises UsageError.
+    """
+    typed = vars(parser.parse_args(argv))
+    file = typed.pop("config", None)
+    if file is None:
+        return {"typed": typed}
+    source = f"--config {file}"
+    return {source: read_flags(Path(file), source), "typed": typed}
+
+
+def merge(layers: dict[str, dict]) -> dict:
+    flags = {}
+    for given in layers.values():
+        flags |= given
     return flags
+
+
+def sources(argv: list[str], saved: dict[str, dict]) -> dict[str, str]:
+    """Return where `parse` found each flag that was given: "typed", or a file."""
+    layers = saved | parse_layers(build_parser(), argv)
+    return {name: source for source, flags in layers.items() for name in flags}
+
+
+def check_paths(flags: dict) -> None:
+    """Raise UsageError for an empty path, for example from a shell variable that is not set."""
+    for name in ("out", "init_from"):
+        if flags.get(name) == "":
+            raise UsageError(f"--{name} is empty: give a path")
+
+
+def default_out(flags: dict) -> str:
+    """Return runs/NAME, named after the model or the run or checkpoint of --init_from.
+
+    For a checkpoint of a run, NAME is RUN-step-N.
+    """
+    path = Path(flags.get("init_from") or flags.get("model") or "tiny")
+    if path.parent.name == "checkpoints":
+        return f"runs/{path.parent.parent.name}-{path.name}"
+    return f"runs/{path.name}"
+
+
+def read_flags(file: Path, source: str, ignored: tuple[str, ...] = ()) -> dict:
+    """Return the flags in a JSON file, as `check_flags` does. `source` is its name in errors."""
+    if file.is_dir():
+        raise UsageError(f"{source} is a folder: give a file, such as {file}/config.json")
+    try:
+        values = json.loads(file.read_text("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{source}: {error}") from None
+    if not isinstance(values, dict) or "config" in values:
+        raise UsageError(f"{source}: it must be a JSON object of flags, without config")
+    return check_flags(values, source, ignored)
+
+
+def check_flags(values: dict, source: str, ignored: tuple[str, ...] = ()) -> dict:
+    """Return saved flags, except those named `ignored`, as if they had been typed.
+
+    Raises UsageError with the name of their `source` for an unknown name or a bad value.
+    """
+    kept = {name: value for name, value in values.items() if name not in ignored}
+    try:
+        return vars(build_parser().parse_args(as_argv(kept)))
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def as_argv(flags: dict) -> list[str]:
+    """Return the command line that gives these flags. None was not given, so it is left out."""
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def remembered(config: Config) -> dict:
+    """Return the flags that later starts of the run take over: all but those of kind once."""
+    return {name: getattr(config, name) for name, flag in FLAGS.items() if flag.kind != "once"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags -> run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Config):
+    """A resolved run: the value of every flag, and what follows from flags, ranks and data.
+
+    It is the same on all ranks, and the manifest of each checkpoint records it. No value is None or
+    "auto", except init_from and profile if not given, peak_tflops of an unknown device, the name of
+    an unknown tokenizer, and rope_scaling of a model without it.
+    """
+
+    given: Config
+    machine: Machine
+    model_config: ModelConfig
+    data_facts: DataFacts
+    mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
+    dp_size: int  # dp_replicate x dp_shard
+    grad_accum_steps: int
+    tokens_per_step: int  # of all ranks
+    compute_dtype: torch.dtype  # of the forward pass
+
+    @property
+    def manifest(self) -> dict:
+        """What every checkpoint of the run records."""
+        return {
+            "given": remembered(self.given),
+            "config": {name: getattr(self, name) for name in FLAGS},
+            "model": dataclasses.asdict(self.model_config),
+            "data": self.data_facts.fingerprint,
+            "tokenizer": self.data_facts.tokenizer,
+            "tokens_in_vocabulary": self.data_facts.vocab_size,
+        }
+
+
+# Flags that override a part of the model
+SIZE_FLAGS = FLAGS.keys() & {field.name for field in dataclasses.fields(ModelConfig)}
+
+
+def resolve(
+    given: Config,
+    machine: Machine,
+    facts: DataFacts,
+    kept: dict | None = None,
+    saved_model: ModelConfig | None = None,
+) -> Run:
+    """Fill in every default of a run. Reads no file, prints nothing and queries no hardware.
+
+    kept         values, by flag, that replace defaults which would be computed: those of the run
+                 that a start continues
+    saved_model  the model of the checkpoint that a start continues or takes weights from, if any
+
+    Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
+    """
+    values = {name: getattr(given, name) for name in FLAGS}
+    for name, value in (kept or {}).items():
+        if values[name] in (None, "auto"):
+            values[name] = value
+    model_config = resolve_model(values, facts.vocab_size, kept or {}, saved_model)
+    values = compute_defaults(values, model_config, machine)
+    check_steps(values)
+    *preferred, last = possible_strategies(values, machine)
+    for strategy in preferred:
+        with contextlib.suppress(dist.MeshError):  # for example, hsdp on hosts of unequal sizes
+            run = on_mesh(values, strategy, machine, given, model_config, facts)
+            need = memory_of(run, model_config, machine)
+            if sum(need.values()) <= 0.8 * machine.device_memory:  # the rest is not counted there
+                return run
+    return on_mesh(values, last, machine, given, model_config, facts)
+
+
+def resolve_model(
+    values: dict, vocab_size: int, kept: dict, saved: ModelConfig | None
+) -> ModelConfig:
+    """Return the named size or `saved`, the model of a checkpoint, as changed by the size flags.
+
+    The vocabulary of a checkpoint is kept if it has room for `vocab_size` ids. Otherwise vocab_size
+    is rounded up to a multiple of 64, for which matrix kernels are fast. Raises UsageError.
+    """
+    is_saved = saved and values["model"] in (None, kept.get("model"))
+    size = saved if is_saved else SIZES[values["model"] or "tiny"]
+    overrides = {"vocab_size": math.ceil(vocab_size / 64) * 64}
+    if saved and vocab_size <= saved.vocab_size:
+        overrides["vocab_size"] = saved.vocab_size
+    for name in SIZE_FLAGS:
+        if values[name] is not None:
+            overrides[name] = values[name]
+    if size.n_kv_head == size.n_head and values["n_kv_head"] is None:
+        # A model without grouped-query attention gets it only from --n_kv_head.
+        overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
+    try:
+        model_config = dataclasses.replace(size, **overrides)
+        if values["tp"] > 1:
+            model_config.check_tensor_parallel(values["tp"])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return model_config
+
+
+def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
+    """Return the values with the model's sizes and all defaults that do not depend on the mesh."""
+    filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
+    filled["device"] = machine.device_type
+    if filled["model"] is None:
+        filled["model"] = "tiny"
+    if filled["dtype"] == "auto":
+        filled["dtype"] = "bfloat16" if machine.has_bfloat16 else "float32"
+    if filled["wrap"] == "auto":
+        filled["wrap"] = choose_wrap(model_config)
+    if filled["lr"] is None:
+        filled["lr"] = 0.5 / model_config.d_model
+    if filled["num_workers"] is None:
+        filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
+    if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
+        filled["peak_tflops"] = metrics.PEAK_TFLOPS.get(machine.device_name)
+    dist.blocks_per_unit(filled["wrap"])  # raises if no unit has this name
+    return filled
+
+
+def check_steps(values: dict) -> None:
+    """Raise UsageError for steps or learning rates that contradict each other."""
+    if values["min_lr"] > values["lr"]:
+        raise UsageError(
+            f"--min_lr {values['min_lr']} is above the peak learning rate {values['lr']}"
+        )
+    max_steps = values["max_steps"]
+    if values["profile"] and profile_window(values["profile"])[1] >= max_steps:
+        raise UsageError(f"--profile {values['profile']}: STOP must be below max_steps {max_steps}")
+
+
+def profile_window(profile: str) -> tuple[int, int]:
+    """Return the two steps of --profile START:STOP. Raises UsageError."""
+    match = re.fullmatch(r"(\d+):(\d+)", profile)
+    start, stop = map(int, match.groups()) if match else (0, 0)
+    if start >= stop:
+        raise UsageError(f"--profile {profile}: give START:STOP with START < STOP, like 10:13")
+    return start, stop
+
+
+def possible_strategies(values: dict, machine: Machine) -> list[str]:
+    """Return --strategy or, for auto, the strategies to try, least communication first.
+
+    The last one is used even if it does not fit into memory.
+    """
+    if values["strategy"] != "auto":
+        return [values["strategy"]]
+    if machine.world_size == values["tp"]:
+        return ["single"]
+    if values["dp_replicate"] or values["dp_shard"] or values["grad_sync"] == "shard":
+        return ["hsdp"]
+    if machine.world_size > machine.local_size:
+        return ["ddp", "hsdp", "fsdp"]
+    return ["ddp", "fsdp"]
+
+
+def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: int) -> None:
+    """Raise UsageError unless every rank gets as many sequences, in whole micro-batches."""
+    per_forward = (micro_batch_size or 1) * dp_size  # the fewest sequences of all ranks
+    if global_batch_size % per_forward == 0:
+        return
+    larger = math.ceil(global_batch_size / per_forward) * per_forward
+    split = f"{dp_size} data-parallel ranks"
+    remedy = f"give --global_batch_size {larger}"
+    if micro_batch_size:
+        split = f"micro_batch_size {micro_batch_size} x {split} = {per_forward}"
+        remedy += ", another --micro_batch_size"
+    raise UsageError(
+        f"global_batch_size {global_batch_size} is not a multiple of {split}: {remedy} "
+        "or another number of ranks"
+    )
+
+
+def on_mesh(
+    values: dict,
+    strategy: str,
+    machine: Machine,
+    given: Config,
+    model_config: ModelConfig,
+    facts: DataFacts,
+) -> Run:
+    """Return the run with this strategy: add its mesh shape and each rank's share of the batch.
+
+    Raises UsageError, for example if the batch cannot be split, and MeshError.
+    """
+    asked = (values["dp_replicate"], values["dp_shard"], values["tp"])
+    shape = dist.mesh_shape(strategy, machine.world_size, machine.local_size, *asked)
+    dp_size = shape[0] * shape[1]
+    global_batch_size = values["global_batch_size"]
+    if not values["eval_only"]:
+        check_batch(global_batch_size, values["micro_batch_size"], dp_size)
+    micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
+    per_forward = micro_batch_size * dp_size  # sequences of all ranks
+    on_this_mesh = {
+        "strategy": strategy,
+        "dp_replicate": shape[0],
+        "dp_shard": shape[1],
+        "micro_batch_size": micro_batch_size,
+    }
+    if values["loss_chunks"] is None:
+        logits = micro_batch_size * values["seq_len"] * model_config.vocab_size // values["tp"]
+        size = logits * logit_bytes(getattr(torch, values["dtype"]))
+        chunks = max(1, size / (LOGITS_SHARE * machine.device_memory))
+        on_this_mesh["loss_chunks"] = 2 ** math.ceil(math.log2(chunks))
+    return Run(
+        **values | on_this_mesh,
+        given=given,
+        machine=machine,
+        model_config=model_config,
+        data_facts=facts,
+        mesh_shape=shape,
+        dp_size=dp_size,
+        grad_accum_steps=global_batch_size // per_forward,
+        tokens_per_step=global_batch_size * values["seq_len"],
+        compute_dtype=getattr(torch, values["dtype"]),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes on which defaults depend
+
+# The most bytes of float32 weights in an FSDP unit of --wrap auto. With 8 blocks of 2.6 MB on 2
+# ranks (gloo, Zen 3, medians of three rounds) a step took 386, 360, 346 and 335 ms with 1, 2, 3 and
+# 4 blocks per unit, and 311 ms with a single unit. A limit of 8 MB gives half of this gain. Two
+# gathered units are in memory at a time, since FSDP gathers one ahead; with
+# --wrap none, the full model is.
+UNIT_BYTES = 8_000_000
+
+
+def choose_wrap(model_config: ModelConfig) -> str:
+    """Choose --wrap auto: blocks in groups of up to UNIT_BYTES, or one unit for a small model.
+
+    Each message has a fixed cost, so small blocks are gathered together. A model that fits into one
+    unit is gathered once per micro-batch.
+    """
+    with torch.device("meta"):
+        net = Transformer(model_config)
+    if 4 * net.parameter_count() <= UNIT_BYTES:
+        return "none"
+    block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
+    return f"block_group:{max(1, UNIT_BYTES // block_bytes)}"
+
+
+# Logits that need more than this share of the device memory are computed in chunks. Chunks cost
+# time: tools.plan predicts 0.8% of a step of llama3-8b on H100s for 2 chunks, and 2.4% for 8.
+LOGITS_SHARE = 0.1
+
+
+def logit_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes per logit: float32 value and gradient, and a copy if `dtype` is another."""
+    return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
+
+
+def memory_of(flags: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:
+    """Estimate the bytes that a rank of `machine` needs, by part, with resolved flags.
+
+    Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
+    do. Not counted are gathered weights, communication buffers and the process itself: tools.plan
+    rehearses a step to count them.
+    """
+    with torch.device("meta"):
+        net = Transformer(model_config)
+    weights = gradients = optimizer = 0
+    # Until the last micro-batch, FSDP accumulates unsharded gradients: see dist.gradient_sync.
+    per_forward = flags.micro_batch_size * flags.dp_replicate * flags.dp_shard
+    accumulates_full = flags.grad_sync == "batch" and flags.global_batch_size > per_forward
+    for name, parameter in net.named_parameters():
+        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first.
+        # tp splits only matrices.
+        tp = flags.tp if parameter.dim() > 1 else 1
+        columns = parameter.numel() // len(parameter)
+        local = math.ceil(len(parameter) / (flags.dp_shard * tp)) * columns
+        weights += 4 * local
+        gradients += 4 * (parameter.numel() // tp if accumulates_full else local)
+        updater = optim.updater(flags.optimizer, name, parameter.shape, net.is_hidden(name))
+        for shape in updater.slots(parameter.shape).values():
+            optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
+    dtype = getattr(torch, flags.dtype)
+    # bytes per token
+    block = model.activation_bytes_of_block(model_config, dtype, machine.device_type, flags.tp)
+    activations = {
+        "none": flags.n_layer * block,
+        "selective": flags.n_layer * block // 2,  # approximately
+        # The inputs of all blocks, and the activations of the block that is recomputed
+        "full": flags.n_layer * dtype.itemsize * flags.d_model // flags.tp + block,
+    }
+    tokens = flags.micro_batch_size * flags.seq_len
+    vocab_size = model_config.vocab_size // flags.tp  # of this rank
+    logits = logit_bytes(dtype) * tokens * vocab_size // flags.loss_chunks
+    if flags.loss_chunks > 1:
+        logits += 4 * flags.d_model * vocab_size  # the head's gradient, summed over the chunks
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": tokens * activations[flags.activation_checkpointing],
+        "logits": logits,
+    }

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -34,6 +35,20 @@ class DataError(ValueError):
     """Text or token files that cannot be used."""
 
     exit_status = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of the data; config.py explains the annotations."""
+
+    data: Annotated[str, "free", "token folder, or DIR:SHARE,...", "DIR"] = "tokens/python"
+    seed: Annotated[int, "part", "seed of the initial weights and the data order", (0, 2**32)] = 0
+    num_workers: Annotated[
+        int | None,
+        "free",
+        "processes per rank that read ahead (default: 2 with GPUs, else 0)",
+        (0,),
+    ] = None
 
 
 # --------------------------------------------------------------------------------------------------

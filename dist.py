@@ -11,14 +11,19 @@ replicate_rank * S + shard_rank is unique for each group and covers 0 ... R * S 
 """
 
 import ctypes
+import dataclasses
 import itertools
 import os
+import platform
+import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed
@@ -35,6 +40,48 @@ class MeshError(ValueError):
     """Processes, devices or mesh sizes do not fit together."""
 
     exit_status = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of ranks, devices and the mesh; config.py explains the annotations."""
+
+    strategy: Annotated[
+        Literal["auto", "single", "ddp", "fsdp", "hsdp"],
+        "free",
+        "auto: ddp if it fits on one device, else fsdp, or hsdp on several hosts",
+    ] = "auto"
+    dp_replicate: Annotated[int | None, "once", "number of replicas (hsdp: one per host)", (1,)] = (
+        None
+    )
+    dp_shard: Annotated[int | None, "once", "ranks per replica (hsdp: all of a host)", (1,)] = None
+    tp: Annotated[
+        int, "once", "tensor parallelism: ranks that compute one forward together", (1,)
+    ] = 1
+    wrap: Annotated[str, "free", "FSDP unit: auto, block, block_group:K or none", "UNIT"] = "auto"
+    reshard_after_forward: Annotated[
+        bool,
+        "free",
+        "free weights after forward and regather in backward; false: SHARD_GRAD_OP",
+    ] = True
+    grad_sync: Annotated[
+        Literal["batch", "micro_batch", "shard"],
+        "free",
+        "when to average gradients; shard: across hsdp replicas only once per step",
+    ] = "batch"
+    activation_checkpointing: Annotated[
+        Literal["none", "selective", "full"],
+        "free",
+        "recompute blocks in backward; selective: all but matmuls and attention",
+    ] = "none"
+    compile: Annotated[bool, "free", "compile the model, or its layers, with torch.compile"] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"], "once", "auto: GPUs if available"] = "auto"
+    timeout: Annotated[
+        float,
+        "once",
+        "end the run after X seconds without progress; 10 times as long to start or save",
+        (1, 1e9),
+    ] = 120.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,6 +322,78 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# The hardware of the ranks
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks and their hardware: rank 0's, but with the memory of the smallest device."""
+
+    world_size: int
+    local_size: int  # ranks per host
+    device_type: str  # cpu or cuda
+    device_name: str
+    device_memory: int  # bytes in all: of the rank's GPU, or its share of the host's memory
+    has_bfloat16: bool  # whether the hardware multiplies in bfloat16, instead of emulating it
+
+
+def read_machine(world: World) -> Machine:
+    """Describe this rank's hardware."""
+    if world.device.type == "cuda":
+        device_memory = torch.cuda.get_device_properties(world.device).total_memory
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device_memory = host_memory // world.local_size
+        capabilities = torch.cpu.get_capabilities()
+        has_bfloat16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return Machine(
+        world_size=world.size,
+        local_size=world.local_size,
+        device_type=world.device.type,
+        device_name=device_name(world.device),
+        device_memory=device_memory,
+        has_bfloat16=has_bfloat16,
+    )
+
+
+def find_machine(world: World) -> Machine:
+    """Return the machine for which all ranks resolve the run. All ranks call it."""
+    machines = on_all_ranks(read_machine, world)
+    smallest = min(machine.device_memory for machine in machines)
+    return dataclasses.replace(machines[0], device_memory=smallest)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+
+
+def refuse_emulated_bfloat16(world: World) -> None:
+    """Raise MeshError with this rank's number unless its hardware multiplies in bfloat16."""
+    if not read_machine(world).has_bfloat16:
+        raise MeshError(
+            f"the run computes in bfloat16, which the hardware of rank {world.rank} on "
+            f"{socket.gethostname()} only emulates: give --dtype bfloat16 to emulate it, or "
+            "--dtype float32"
+        )
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory for the next step, as torch does on GPUs.
+
+    By default it returns large blocks to the kernel, which clears every page before it provides it
+    again. That took a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks also come from the heap
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there
+
+
+# --------------------------------------------------------------------------------------------------
 # A model on the mesh
 
 
@@ -337,7 +456,7 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, but the traffic is
         grad_accum_steps times as high.
     shard: suits hsdp with fast links within dp_shard. It needs as little memory as micro_batch and,
-        between hosts, as little traffic as batch.
+        between hosts, as little traffic as batch. Of other strategies it is micro_batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
@@ -377,6 +496,19 @@ def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
     keep_gradients = any(p.grad is not None for p in model.parameters())
     model(*inputs).backward()
     model.zero_grad(set_to_none=not keep_gradients)
+
+
+def blocks_per_unit(wrap: str) -> int | None:
+    """Return the number of blocks per FSDP unit, or None for all. Raises MeshError.
+
+    `wrap` is --wrap, but not "auto", for which config.choose_wrap chooses another value.
+    """
+    match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
+    if not match:
+        raise MeshError(
+            f"--wrap {wrap}: choose auto, block, block_group:K (K blocks at a time) or none"
+        )
+    return None if wrap == "none" else int(match[1] or 1)
 
 
 def shard(

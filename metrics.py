@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import os
-import platform
 import resource
 import sys
 import time
@@ -77,13 +76,6 @@ class Diverged(RuntimeError):
 
 # --------------------------------------------------------------------------------------------------
 # Measurements
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
@@ -245,6 +237,9 @@ class Rates:
     tokens_per_step: int  # of all ranks
     flops_per_token: float
     peak_flops: float | None  # per device; None if unknown
+    # All tokens of a run are tokens_before + step x tokens_per_step. Not 0 if an earlier start had
+    # another batch size.
+    tokens_before: int = 0
 
 
 class Mark:
@@ -320,7 +315,7 @@ class StepMeter:
         if pending.ended.event:
             pending.ended.event.synchronize()
         step, rates = pending.ended.step, self.rates
-        row = {"step": step, "tokens": step * rates.tokens_per_step}
+        row = {"step": step, "tokens": rates.tokens_before + step * rates.tokens_per_step}
         by_column = pending.values.T.tolist()  # (columns, world_size)
         for (name, column), by_rank in zip(pending.columns.items(), by_column):
             if isinstance(column.value, Tensor):

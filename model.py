@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +122,36 @@ SIZES = {
     "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3_SHAPE),
     "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3_SHAPE),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of the model; config.py explains the annotations.
+
+    A flag with the name of a field of ModelConfig overrides that field if it is given.
+    """
+
+    model: Annotated[
+        Literal[tuple(SIZES)] | None,
+        "part",
+        "named size (default: tiny, or that of --init_from); --n_layer ... override its parts",
+    ] = None
+    n_layer: Annotated[int | None, "part", "number of blocks", (1, 10_000)] = None
+    n_head: Annotated[int | None, "part", "number of attention heads", (1, 10_000)] = None
+    n_kv_head: Annotated[
+        int | None, "part", "key and value heads; fewer than n_head: GQA", (1, 10_000)
+    ] = None
+    d_model: Annotated[int | None, "part", "width of the residual stream", (1, 1_000_000)] = None
+    d_ff: Annotated[int | None, "part", "hidden width of the MLP", (1, 10_000_000)] = None
+    seq_len: Annotated[int | None, "part", "tokens per sequence", (1,)] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        "part",
+        "compute dtype; auto: bfloat16 if the hardware supports it",
+    ] = "auto"
+    loss_chunks: Annotated[
+        int | None, "free", "compute logits and loss in N chunks of tokens (default: by size)", (1,)
+    ] = None
 
 
 @wrap_torch_function(lambda x: (x,))

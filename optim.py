@@ -2,14 +2,16 @@
 
 An update never waits for the device: norms, decisions and counters stay there. To add an
 optimizer, write a class and enter it in OPTIMIZERS. A clipping strategy is a function in CLIPS, a
-schedule a function in SCHEDULES. The help texts of the flags are in config.py.
+schedule a function in SCHEDULES.
 """
+
+from __future__ import annotations  # Settings names SCHEDULES, OPTIMIZERS and CLIPS, defined below
 
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed
@@ -18,24 +20,38 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.optim.adamw import adamw
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of `Optimizer` and `learning_rate`. layout.Run has the same attributes."""
+    """The flags of `Optimizer` and `learning_rate`; config.py explains the annotations."""
 
-    lr: float  # peak learning rate
-    max_steps: int
-    warmup_steps: int = 0
-    min_lr: float = 0.0
-    schedule: str = "cosine"  # a key of SCHEDULES
-    optimizer: str = "adamw"  # a key of OPTIMIZERS
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: str = "norm"  # a key of CLIPS
-    max_grad_norm: float = 1.0
-    max_grad_norm_ratio: float = 2.0
-    device: str = "cpu"  # on a CPU, norms are summed differently: see all_reduce_squares
+    max_steps: Annotated[int, "free", "optimizer steps of the run", (1,)] = 700
+    lr: Annotated[float | None, "part", "peak learning rate (default: 0.5 / d_model)", (0,)] = None
+    min_lr: Annotated[float, "part", "learning rate at step max_steps + 1", (0,)] = 0.0
+    warmup_steps: Annotated[int, "part", "steps of linear warm-up from 0 to lr", (0,)] = 50
+    schedule: Annotated[
+        Literal[tuple(SCHEDULES)],
+        "part",
+        "decay to min_lr; wsd: only in the last fifth of steps after warm-up",
+    ] = "linear"
+    optimizer: Annotated[
+        Literal[tuple(OPTIMIZERS)],
+        "part",
+        "muon: Muon for the matrices of the blocks, AdamW for the rest",
+    ] = "adamw"
+    weight_decay: Annotated[float, "part", "not applied to norms and the embedding", (0,)] = 0.1
+    beta1: Annotated[float, "part", "AdamW beta1", (0, 1)] = 0.9
+    beta2: Annotated[float, "part", "AdamW beta2", (0, 1)] = 0.95
+    eps: Annotated[float, "part", "AdamW epsilon", (0,)] = 1e-8
+    clip: Annotated[
+        Literal[tuple(CLIPS)],
+        "part",
+        "norm: clip the full gradient; adaptive: each parameter's gradient",
+    ] = "norm"
+    max_grad_norm: Annotated[float, "part", "limit of --clip norm", (1e-9,)] = 1.0
+    max_grad_norm_ratio: Annotated[float, "part", "limit of --clip adaptive", (1e-9,)] = 2.0
+    # Not a flag of this file, but of dist.py. On a CPU, norms are summed differently: see
+    # all_reduce_squares.
+    device: str = "cpu"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +214,7 @@ class AdamW:
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], update: Update) -> None:
+    def update(optimizer: Optimizer, names: list[str], update: Update) -> None:
         """Update this rank's parts of the parameters, all of them in one kernel."""
         settings, slots = optimizer.settings, optimizer.slots
         parameters = [optimizer.parameters[name] for name in names]
@@ -244,7 +260,7 @@ class Muon:
         return {"momentum_buffer": shape}
 
     @staticmethod
-    def update(optimizer: "Optimizer", names: list[str], update: Update) -> None:
+    def update(optimizer: Optimizer, names: list[str], update: Update) -> None:
         """Orthogonalize the momentum of each matrix, and subtract it from the weights."""
         world_size = optimizer.world_size
         matrices = optimizer.parameters
@@ -264,7 +280,7 @@ class Muon:
                 assign_unless(update.skip, weight, decayed)
 
     @staticmethod
-    def direction(optimizer: "Optimizer", name: str, update: Update) -> Tensor:
+    def direction(optimizer: Optimizer, name: str, update: Update) -> Tensor:
         """Update the momentum; return this rank's part of the Nesterov momentum, in bfloat16."""
         gradient = local(optimizer.parameters[name].grad) / update.divisor
         buffer = local(optimizer.slots["momentum_buffer"][name])

@@ -19,12 +19,10 @@ import checkpoint
 import data
 import dist
 import errors
-from layout import Run
+from config import Run
 from model import ModelConfig, Transformer, eval_mode
-from runtime import run_folder
-from runtime.machine import keep_freed_memory, read_machine
-from runtime.preflight import read_model
 from runtime.watchdog import Watchdog
+from start import newest_checkpoint, read_model
 from text import tokenizer
 
 
@@ -178,7 +176,7 @@ def free_memory(world: dist.World) -> int:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
     if not (file := Path("/proc/meminfo")).exists():  # macOS
-        return read_machine(world).device_memory
+        return dist.read_machine(world).device_memory
     _, _, available = file.read_text().partition("MemAvailable:")  # includes the page cache
     return int(available.split()[0]) * 1024 // world.local_size
 
@@ -226,7 +224,7 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
     """Print the prompt and its continuation, token by token."""
-    path = run_folder.newest_checkpoint(args.run)
+    path = newest_checkpoint(args.run)
     trained = read_trained(path)
     name = trained.tokenizer
     prompt = encode_prompt(args.prompt, trained)
@@ -250,7 +248,7 @@ def main(argv: list[str]) -> int:
         args = build_parser().parse_args(argv)
         device = dist.find_device(args.device, local_rank=0, local_size=1)
         if device.type == "cpu":
-            keep_freed_memory()  # each token needs the same buffers again
+            dist.keep_freed_memory()  # each token needs the same buffers again
         try:
             sample(args, device)
         except torch.OutOfMemoryError as error:

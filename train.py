@@ -4,15 +4,15 @@
 
 Start with `command`, `train` and `train_step`. Where to look for the rest:
 
-    the learning rate and its default          optim.learning_rate, layout.compute_defaults
+    the learning rate and its default          optim.learning_rate, config.compute_defaults
     gradient clipping, the weight update       optim.CLIPS, optim.Optimizer.step
     attention, the loss                        model.Attention, model.Head
     how gradients are averaged over ranks      dist.gradient_sync
     which rank reads which sequences           data.train_indices; packing: the docstring of data.py
     loading a checkpoint on another mesh       checkpoint.load_state
     log rows and tokens/s without host syncs   metrics.StepMeter: send_row, compute_row
-    the flags, and values derived from them    config.Config, layout.resolve
-    FSDP units                                 layout.choose_wrap, fsdp_units
+    the flags, and values derived from them    config.Config, config.resolve
+    FSDP units                                 config.choose_wrap, layout.fsdp_units
     tensor parallelism, tied embeddings        model.Transformer.tensor_parallel_plan
     how the ranks find each other              dist.start
     a rank that dies or hangs                  runtime.watchdog.Watchdog
@@ -54,15 +54,24 @@ import errors
 import layout
 import metrics
 import optim
-from layout import Run
+from config import Run
 from metrics import is_due
 from model import Transformer, eval_mode
-from runtime import agreement, preflight, run_folder, startup_lines
-from runtime.machine import check_bfloat16, find_machine, keep_freed_memory
-from runtime.preflight import Origin
+from runtime import agreement, startup_lines
 from runtime.profiling import Profiler
 from runtime.saver import Saver
 from runtime.watchdog import SLOW_FACTOR, Watchdog
+from start import (
+    Lock,
+    Start,
+    compare,
+    compare_ranks,
+    find_start,
+    hold_lock,
+    open_data,
+    record_start,
+    refuse_shared_sequences,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The run
@@ -70,46 +79,41 @@ from runtime.watchdog import SLOW_FACTOR, Watchdog
 
 def command(argv: list[str]) -> int:
     """Resolve the command line into a run; train or evaluate it; return the exit status."""
-    flags = config.parse(argv)
+    typed = config.parse(argv)
     dist.refuse_other_launchers()
-    timeout = config.flag_value(flags, "timeout")
     # Collectives get more time: a rank may wait in one while another rank compiles or saves.
-    collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
-    device = config.flag_value(flags, "device")
-    join_timeout = timedelta(seconds=timeout)
-    world = dist.start(device, collective_timeout, join_timeout, lazy=True)
+    collective_timeout = timedelta(seconds=SLOW_FACTOR * typed.timeout)
+    join_timeout = timedelta(seconds=typed.timeout)
+    world = dist.start(typed.device, collective_timeout, join_timeout, lazy=True)
     # If a rank dies or hangs, the watchdog ends all ranks. torchrun --max-restarts or a scheduler
     # restarts them, and they continue from the latest valid checkpoint.
-    watchdog = Watchdog(world.store, world.rank, world.size, timeout)
+    watchdog = Watchdog(world.store, world.rank, world.size, typed.timeout)
     # Under tp each rank has part of the logits; loss_parallel() computes the loss from the parts.
     with contextlib.ExitStack() as held, watchdog, loss_parallel():
         gc.disable()  # a collection on one rank delays all: the loop collects on all ranks at once
         held.callback(gc.enable)
         lock = None
-        if not config.flag_value(flags, "eval_only"):  # an evaluation may run during training
-            hold = run_folder.hold_lock(Path(flags["out"]), timeout)
+        typed = dist.on_rank0(config.parse, argv)  # all ranks use rank 0's flags
+        if not typed.eval_only:  # an evaluation may run during training
+            hold = hold_lock(Path(typed.out), typed.timeout)
             lock = dist.on_rank0(held.enter_context, hold)  # rank 0 holds it until the end
-        origin = preflight.find_origin(flags, world)
-        data_path = layout.take_over(flags, origin)["data"]
-        if data_path == config.BUILTIN:
-            dist.on_rank0(preflight.prepare_builtin)
-        machine = find_machine(world)
-        with dist.raise_on_all_ranks():
-            folders = data.open_folders(data_path)
-            if world.rank == 0 and folders[0].tokenizer_file:
-                preflight.check_tokenizer(folders[0])
-            run = layout.resolve(flags, machine, data.facts_of(folders), origin)
-            notes = []  # lines to print at the start
-            if origin.path:
-                changes = preflight.find_changes(origin, run.manifest)
-                changes += preflight.find_other_tokenizer(origin, folders[0], run.allow_changes)
-                notes += [f"changed: {change}" for change in changes]
-            notes += startup_lines.describe_learning_rate(run, origin)
-            # Refuse hardware that only emulates bfloat16, unless --dtype was given.
-            if run.dtype == "bfloat16" and not (run.eval_only or "dtype" in run.flags):
-                check_bfloat16(world)
+        start = find_start(argv, world)
+        machine = dist.find_machine(world)
+        folders = open_data(start.given.data)
+        notes = compare_ranks(argv, folders)  # lines to print at the start
+        facts = data.facts_of(folders)
+        run = dist.on_rank0(
+            config.resolve, start.given, machine, facts, start.kept, start.model_config
+        )
+        changes = dist.on_rank0(compare, start, run, folders[0])
+        notes += [f"changed: {change}" for change in changes]
+        notes += startup_lines.describe_learning_rate(run, start)
+        # Refuse hardware that only emulates bfloat16, unless --dtype was given.
+        if run.dtype == "bfloat16" and not run.eval_only and start.given.dtype == "auto":
+            with dist.raise_on_all_ranks():
+                dist.refuse_emulated_bfloat16(world)
         options = {"lock": lock, "on_exit": held.push}
-        status = train(run, origin, folders, world, watchdog, notes, **options)
+        status = train(run, start, folders, world, watchdog, notes, **options)
         torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
     torch.distributed.destroy_process_group()
     return status
@@ -117,14 +121,14 @@ def command(argv: list[str]) -> int:
 
 def train(
     run: Run,
-    origin: Origin,
+    start: Start,
     folders: list[data.TokenFolder],
     world: dist.World,
     watchdog: Watchdog,
     notes: Iterable[str] = (),
     handle_signals: bool = True,
     after_load: Callable[["State"], None] | None = None,
-    lock: run_folder.Lock | None = None,
+    lock: Lock | None = None,
     on_exit: Callable[[Callable], None] | None = None,
 ) -> int:
     """Build and load the model, then train, evaluate and save; return the exit status.
@@ -142,18 +146,18 @@ def train(
     optim.jsonl, another host more than a step behind and, with --log_interval 1, the previous row.
     """
     started = datetime.now().astimezone()
-    if origin.step >= run.max_steps:
-        startup_lines.say(world, startup_lines.describe_no_steps(run, origin, notes))
+    if start.step >= run.max_steps:
+        startup_lines.say(world, startup_lines.describe_no_steps(run, start, notes))
         return 0
 
     # The model on the mesh, with initial or loaded weights
     mesh = dist.make_mesh(world, run.mesh_shape)
     state, forward = build(run, mesh)
-    load(state, origin, mesh, watchdog)
+    load(state, start, mesh, watchdog)
     if after_load:
         after_load(state)
 
-    # The data, and a check that all ranks agree
+    # The data; no sequence is read twice, and all ranks have the same weights
     train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
     val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
     count = min(run.eval_sequences, len(val_data))
@@ -168,36 +172,40 @@ def train(
     first_indices = val_indices
     if not run.eval_only:
         first_indices = local_train_indices(run, mesh, range(state.step + 1, state.step + 2))
-    check_ranks_agree(run, mesh, state, folders, first_indices)
+    refuse_shared_sequences(mesh, itertools.chain.from_iterable(first_indices))
+    if difference := agreement.compare_replicas(state.tensors["model"]):
+        raise errors.UsageError(f"{difference}: start all ranks with the same code and data")
     if run.eval_only:
         val_loss = evaluate(forward, val_batches, watchdog, state.step)
-        startup_lines.say(world, startup_lines.describe_evaluation(run, origin, val_loss, val_data))
+        startup_lines.say(world, startup_lines.describe_evaluation(run, start, val_loss, val_data))
         return 0
-    start = startup_lines.describe_start(run, origin, world, state.model, train_data.parts, notes)
-    startup_lines.say(world, start)
+    lines = startup_lines.describe_start(run, start, world, state.model, train_data.parts, notes)
+    startup_lines.say(world, lines)
     if run.dry_run:
         return 0
 
     # From here on, the run writes to its folder
     out = Path(run.out)
-    first_start = origin.first_start or started
+    first_start = start.first_start or started
     tracker = None
     if run.tracker != "none":
         with dist.raise_on_all_ranks():
             if world.rank == 0:
-                flags, is_first = run.manifest["config"], origin.first_start is None
+                flags, is_first = run.manifest["config"], start.first_start is None
                 tracker = metrics.open_tracker(out, flags, first_start, is_first)
     if world.rank == 0:
-        run_folder.record_start(out, run.manifest, world, origin.step, started)
+        record_start(out, run.manifest, world, start.step, started)
     stop_request = agreement.StopRequest(world, handle_signals)  # signals end the run after a step
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
-    batches = MicroBatches(run, mesh, train_data, watchdog, origin.step)
+    batches = MicroBatches(run, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(run.seq_len)
     peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
-    rates = metrics.Rates(world.device, run.tokens_per_step, flops_per_token, peak_flops)
+    tokens_before = start.tokens - start.step * run.tokens_per_step
+    constants = (run.tokens_per_step, flops_per_token, peak_flops, tokens_before)
+    rates = metrics.Rates(world.device, *constants)
     is_lost = lock.is_lost if lock else None
-    log = metrics.Log(out, run, rates, origin.step, first_start, tracker, is_lost)
+    log = metrics.Log(out, run, rates, start.step, first_start, tracker, is_lost)
     if on_exit:
         on_exit(functools.partial(record_failure, log, state))
     profiler = None
@@ -206,9 +214,10 @@ def train(
         profiler = Profiler(window, out / "profile", mesh, log.say, [stop_request, saver])
 
     if world.device.type == "cpu":
-        keep_freed_memory()
-    for step in range(origin.step + 1, run.max_steps + 1):
+        dist.keep_freed_memory()
+    for step in range(start.step + 1, run.max_steps + 1):
         state.step = step
+        state.tokens += run.tokens_per_step
         lr = optim.learning_rate(step, run)
         measure = is_due(step, run.optim_metrics_interval)
         with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
@@ -227,7 +236,7 @@ def train(
         stop = stop_request.poll() and not is_last
         evaluates = is_last or is_due(step, run.eval_interval)
         saves = is_last or stop or is_due(step, run.save_interval)
-        is_first = step == origin.step + 1
+        is_first = step == start.step + 1
         log.write_arrived_row()  # the row of an earlier step
         if is_first or evaluates or saves or is_due(step, run.log_interval):
             log.send_row(step, values | batches.take_waits())
@@ -288,6 +297,7 @@ class State:
     # This rank's shards, which checkpoints save and load. They are collected before the first
     # forward, because after an evaluation the parameters of FSDP's root are full weights.
     tensors: dict
+    tokens: int = 0  # of all steps
 
 
 def build(
@@ -312,16 +322,16 @@ def build(
     return State(0, model, optimizer, tensors), forward
 
 
-def load(state: State, origin: Origin, mesh: dist.DeviceMesh, watchdog: Watchdog) -> None:
+def load(state: State, start: Start, mesh: dist.DeviceMesh, watchdog: Watchdog) -> None:
     """Load this run's starting checkpoint, if any; with --init_from or --eval_only, its weights."""
-    if origin.path:
+    if start.path:
         weights = {"model": state.tensors["model"]}
-        tensors = weights if origin.only_weights else state.tensors
+        tensors = weights if start.only_weights else state.tensors
         replicas = mesh.get_group("dp_replicate")
-        progress = functools.partial(watchdog.progress, origin.step, "loading", slow=True)
+        progress = functools.partial(watchdog.progress, start.step, "loading", slow=True)
         with dist.raise_on_all_ranks():
-            checkpoint.load_state(origin.path, tensors, replicas=replicas, progress=progress)
-    state.step = origin.step
+            checkpoint.load_state(start.path, tensors, replicas=replicas, progress=progress)
+    state.step, state.tokens = start.step, start.tokens
 
 
 def local_train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterator[list[int]]:
@@ -329,29 +339,6 @@ def local_train_indices(run: Run, mesh: dist.DeviceMesh, steps: range) -> Iterat
     return data.train_indices(
         steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
     )
-
-
-def check_ranks_agree(
-    run: Run,
-    mesh: dist.DeviceMesh,
-    state: State,
-    folders: list[data.TokenFolder],
-    first_indices: Iterable[list[int]],
-) -> None:
-    """Check that ranks agree on flags, code, data, weights and on which rank reads which sequences.
-
-    `first_indices` are the sequences that this rank reads first. Raises UsageError on all ranks.
-    """
-    must_match = {}
-    for name, value in run.manifest["config"].items():
-        must_match[f"--{name}"] = run.flags.get(name, "not given")
-        must_match[f"the resolved --{name}"] = value
-    must_match["the data's fingerprint"] = [folder.fingerprint for folder in folders]
-    indices = itertools.chain.from_iterable(first_indices)
-    claims = dist.on_all_ranks(agreement.local_claims, mesh, must_match, indices)
-    agreement.compare_claims(claims)
-    if difference := agreement.compare_replicas(state.tensors["model"]):
-        raise errors.UsageError(f"{difference}: start all ranks with the same flags, code and data")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -471,7 +458,7 @@ def save(
     saver: Saver,
     loss: float,
     watchdog: Watchdog,
-    lock: run_folder.Lock | None = None,
+    lock: Lock | None = None,
 ) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
@@ -487,7 +474,7 @@ def save(
     if difference := agreement.compare_replicas(state.tensors["model"]):
         saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
         return
-    progress = {"step": state.step, "tokens": state.step * run.tokens_per_step}
+    progress = {"step": state.step, "tokens": state.tokens}
     saver.save(state.tensors, progress | run.manifest)
 
 

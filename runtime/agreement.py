@@ -1,21 +1,17 @@
-"""Check that the ranks agree on flags, code, data, sequences and weights; stop them together."""
+"""Check that the ranks agree on weights; stop them together."""
 
-import hashlib
 import itertools
 import signal
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dist
 import optim
-from errors import UsageError
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -72,51 +68,6 @@ class StopRequest:
         """Wait until the broadcast and the barrier are done."""
         for work in self.in_flight:
             work.wait()
-
-
-def local_claims(mesh: DeviceMesh, must_match: dict, first_indices: Iterable[int]) -> dict:
-    """Return this rank's claims, {name: value}. Ranks that make the same claim must agree on it:
-
-    each name of `must_match`, the code          all ranks have the same value
-    the first sequences of dp_replicate R, ...   a tp group reads the same `first_indices`
-    the reader of sequence N                     no two dp ranks read the same sequence
-    """
-    replicate_rank, shard_rank, _ = mesh.get_coordinate()
-    reader = f"dp_replicate {replicate_rank}, dp_shard {shard_rank}"
-    first_indices = list(first_indices)
-    claims = {**must_match, "the code": source_hash()}
-    claims[f"the first sequences of {reader}"] = first_indices
-    for index in first_indices:
-        claims[f"the reader of sequence {index}"] = reader
-    return claims
-
-
-def compare_claims(claims: list[dict]) -> None:
-    """Check before the first step that the ranks form one run. Raises UsageError on every rank.
-
-    `claims` contains the `local_claims` of each rank, by rank.
-    """
-    first_ranks: dict[str, int] = {}  # the first rank that has a claim of this name
-    for rank, claim in enumerate(claims):
-        for name, value in claim.items():
-            first = first_ranks.setdefault(name, rank)
-            if value != claims[first][name]:
-                others = [other for other, one in enumerate(claims) if one.get(name) == value]
-                raise UsageError(
-                    f"{name} is {claims[first][name]} on rank {first} and {value} on "
-                    f"{format_ranks(others)}: start all ranks with the same flags, code and data"
-                )
-
-
-def source_hash() -> str:
-    """Return a hash of the paths and contents of a run's Python files: 12 hexadecimal digits."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
-        for path in sorted(root.glob(pattern)):
-            digest.update(f"{path.relative_to(root)}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def compare_replicas(weights: dict[str, Tensor]) -> str | None:

@@ -5,15 +5,14 @@ import math
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
+import config
 import data
 import dist
-import metrics
 import optim
-from config import DEFAULTS
+from config import Run
 from errors import plural
-from layout import Run, estimate_memory
 from model import Transformer
-from runtime.preflight import Origin, recorded_values
+from start import Start
 
 
 def say(world: dist.World, lines: Iterable[str]) -> None:
@@ -25,24 +24,21 @@ def say(world: dist.World, lines: Iterable[str]) -> None:
 
 def describe_start(
     run: Run,
-    origin: Origin,
+    start: Start,
     world: dist.World,
     model: Transformer,
     parts: list[data.TokenDataset],
     notes: Iterable[str],
 ) -> Iterator[str]:
     """Yield the lines on model, mesh, dtype, batch, data (`parts`), memory and checkpoint."""
-    name = run.model
-    if origin.path and not origin.path.is_relative_to(run.out):
-        name = run.init_from
     yield (
-        f"model   {name}: {run.n_layer} layers x {run.d_model} wide, "
+        f"model   {run.model}: {run.n_layer} layers x {run.d_model} wide, "
         f"vocabulary {run.model_config.vocab_size:,}: {model.parameter_count():,} parameters"
     )
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, run.mesh_shape))
     yield (
         f"mesh    {run.strategy}: {axes} = {world.size} x {run.device} "
-        f"({metrics.device_name(world.device)})"
+        f"({dist.device_name(world.device)})"
     )
     yield f"dtype   {run.dtype}; weights, reductions and optimizer in float32"
     if run.device == "cuda" and not run.compile:
@@ -63,16 +59,20 @@ def describe_start(
             f"data    {part.folder.path}: {len(part):,} sequences; "
             f"{run.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
         )
-    memory = {part: size for part, size in estimate_memory(run, model).items() if size}
+    memory = {
+        part: size
+        for part, size in config.memory_of(run, run.model_config, run.machine).items()
+        if size
+    }
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items())
     total = sum(memory.values())
     yield f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB"
-    for path, problem in origin.damaged.items():
+    for path, problem in start.damaged.items():
         yield f"        passed over {path}: {problem}"
     beginning = ""
-    if origin.path:
-        how = "a new run with the weights of" if origin.only_weights else "continuing from"
-        beginning = f", {how} {origin.path}"
+    if start.path:
+        how = "a new run with the weights of" if start.only_weights else "continuing from"
+        beginning = f", {how} {start.path}"
     yield f"out     {run.out}{beginning}"
     for note in notes:
         yield f"        {note}"
@@ -80,35 +80,36 @@ def describe_start(
         yield "--dry_run: all is ready for the first step; nothing was written"
 
 
-def describe_learning_rate(run: Run, origin: Origin) -> Iterator[str]:
+def describe_learning_rate(run: Run, start: Start) -> Iterator[str]:
     """Yield notes on a learning rate that may not be what the user expects."""
     if run.warmup_steps > run.max_steps:
         yield (
             f"--warmup_steps {run.warmup_steps} is more than --max_steps {run.max_steps}: the "
             "learning rate will not reach --lr"
         )
-    if run.eval_only or origin.path is None:
+    if run.eval_only or start.path is None:
         return
-    if origin.only_weights:
-        if "lr" not in run.flags:
+    if start.only_weights:
+        if run.given.lr is None:
             yield (
                 f"the default --lr, {run.lr:.2g}, is meant for training from scratch: give a lower "
                 "one to fine-tune"
             )
         return
-    step = origin.step + 1
-    recorded = SimpleNamespace(**DEFAULTS | recorded_values(origin.manifest))
-    if recorded.lr is None:  # a model that tools.hf has imported was not trained here
+    step = start.step + 1
+    values = start.manifest.get("config")
+    if values is None:  # a model that tools.hf has imported was not trained here
         return
+    recorded = SimpleNamespace(**vars(optim.Settings()) | values)
     before, now = optim.learning_rate(step, recorded), optim.learning_rate(step, run)
     if now != before:
         yield f"the learning rate of step {step:,}: {before:.2e} -> {now:.2e}"
 
 
-def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterator[str]:
+def describe_no_steps(run: Run, start: Start, notes: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a start whose checkpoint has already done max_steps."""
     yield (
-        f"{run.out} is finished, step {origin.step} of {run.max_steps}: "
+        f"{run.out} is finished, step {start.step} of {run.max_steps}: "
         "raise --max_steps, or choose another --out"
     )
     for note in notes:
@@ -116,7 +117,7 @@ def describe_no_steps(run: Run, origin: Origin, notes: Iterable[str]) -> Iterato
 
 
 def describe_evaluation(
-    run: Run, origin: Origin, val_loss: float, val_data: data.TokenDataset | data.Mixture
+    run: Run, start: Start, val_loss: float, val_data: data.TokenDataset | data.Mixture
 ) -> Iterator[str]:
     """Yield the line of --eval_only for `val_loss`, in nats per token."""
     bytes_per_token = 0.0
@@ -129,7 +130,7 @@ def describe_evaluation(
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     count = min(run.eval_sequences, len(val_data))
     yield (
-        f"{origin.path} on {run.data}: val_loss {val_loss:.6f}, "
+        f"{start.path} on {run.data}: val_loss {val_loss:.6f}, "
         f"perplexity {perplexity:,.4f}, {bits:.6f} bits per byte "
         f"({plural(count, 'sequence')} of {run.seq_len:,} tokens)"
     )

@@ -34,17 +34,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
+import config
 import dist
-import layout
 import optim
 import prepare
 import train
-from config import parse
+from config import Run, parse
 from data import DataFacts
+from dist import Machine
 from metrics import is_due
 from model import ModelConfig, Transformer
-from runtime.machine import Machine
-from runtime.preflight import NEW_RUN, Origin
+from start import Start
 from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
@@ -342,11 +342,13 @@ CPU = Machine(
 FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
 
 
-def resolve(text: str, origin: Origin = NEW_RUN, facts: DataFacts = FACTS, **machine) -> layout.Run:
+def resolve(text: str, start: Start | None = None, facts: DataFacts = FACTS, **machine) -> Run:
     """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
     if "world_size" in machine:
         machine = {"local_size": machine["world_size"], **machine}
-    return layout.resolve(parse(text.split()), dataclasses.replace(CPU, **machine), facts, origin)
+    start = start or Start(parse(text.split()))
+    place = dataclasses.replace(CPU, **machine)
+    return config.resolve(parse(text.split()), place, facts, start.kept, start.model_config)
 
 
 class FirstStep(Exception):

@@ -6,24 +6,26 @@ import socket
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import flags, listen
 
-import config
 import data
 import dist
 import model
 import prepare
+import start
 from errors import UsageError
 from runtime import agreement
+from start import refuse_shared_sequences, source_hash
 
 
 def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[int, str, str]:
     """Run train.py on four ranks with a fault that makes ranks differ, in most cases rank 2."""
     rank = int(os.environ["RANK"])
     is_odd = rank == 2
-    parse, open_folder, dp_rank = config.parse, data.open_folder, dist.dp_rank
+    open_folder, dp_rank = data.open_folder, dist.dp_rank
     init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
 
     def other_weights(net, name, tensor, seed):
@@ -38,8 +40,6 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[i
         return read(dataset, indices)
 
     patches = {
-        "flag": (config, "parse", lambda argv: parse([*argv, "--lr", "1"] if is_odd else argv)),
-        "code": (agreement, "source_hash", lambda: "abc" if is_odd else "def"),
         "data": (data, "open_folder", lambda path: open_folder(other_data if is_odd else path)),
         "weights": (model.Transformer, "init_tensor", other_weights),
         "order": (dist, "dp_rank", lambda mesh: 1),
@@ -52,15 +52,13 @@ def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[i
         return listen(argv)
 
 
-SAME = "start all ranks with the same flags, code and data\n"
+SAME = "start all ranks with the same code and data\n"
 LINES = {
-    "flag": f"error: --lr is 0.003 on rank 0 and 1.0 on rank 2: {SAME}",
-    "code": f"the code is def on rank 0 and abc on rank 2: {SAME}",
-    "data": f" on rank 2: {SAME}",
+    "data": "error: rank 2 has other data than rank 0: the fingerprints are ",
     "weights": "error: embed.weight has different bits on rank 0 (HOST) than on rank 2 (HOST), "
     f"which holds the same part of it: {SAME}",
-    "order": " on rank 0 and dp_replicate 0, dp_shard 1 on rank 1: ",
-    "group": "the first sequences of dp_replicate 0, dp_shard 1 is ",
+    "order": "is read twice: by dp_replicate 0, dp_shard 0 and, on rank 1, by dp_replicate 0, ",
+    "group": "first, but another rank of its tp group, dp_replicate 0, dp_shard 1, reads [",
     "norm": "error: blocks.0.attention_norm.weight has different bits on rank 2 (HOST) than on "
     "rank 3 ",
     "read": "train.py: error: val.bin is damaged\n",
@@ -90,13 +88,12 @@ def test_source_hash_covers_the_modules_in_all_folders(tmp_path):
     contents = [("", "", ""), ("a", "", ""), ("a", "a", ""), ("a", "a", "a"), ("b", "a", "a")]
     contents.append(("a", "a", "b"))
     hashes = set()
-    with mock.patch.object(agreement, "__file__", str(files[1])):
-        for texts in contents:
-            for file, text in zip(files, texts):
-                file.write_text(text)
-            hashes.add(agreement.source_hash())
-        files[0].rename(tmp_path / "sample.py")
-        hashes.add(agreement.source_hash())
+    for texts in contents:
+        for file, text in zip(files, texts):
+            file.write_text(text)
+        hashes.add(source_hash(tmp_path))
+    files[0].rename(tmp_path / "sample.py")
+    hashes.add(source_hash(tmp_path))
     assert len(hashes) == 7
 
 
@@ -105,17 +102,32 @@ def read(indices_of_ranks: list[list[int]]) -> str:
     world = dist.start("cpu")
     mesh = dist.make_mesh(world, (1, 2, 1))
     with pytest.raises(UsageError) as error:
-        claims = agreement.local_claims(mesh, {}, indices_of_ranks[world.rank])
-        agreement.compare_claims(dist.on_all_ranks(lambda: claims))
+        refuse_shared_sequences(mesh, indices_of_ranks[world.rank])
     return str(error.value)
 
 
 def test_a_sequence_that_two_ranks_read_is_found(pool):
     for line in pool(2, read, [[0, 4, 1], [2, 3, 4]]):
-        assert line.startswith(
-            "the reader of sequence 4 is dp_replicate 0, dp_shard 0 on rank 0 and "
-            "dp_replicate 0, dp_shard 1 on rank 1: start all ranks with the same"
+        assert line == (
+            "sequence 4 is read twice: by dp_replicate 0, dp_shard 0 and, on rank 1, by "
+            "dp_replicate 0, dp_shard 1"
         )
+
+
+def compare_differing(argv_of_ranks: list[list[str]], hashes: list[str]) -> list[str]:
+    rank = dist.start("cpu").rank
+    folder = data.TokenFolder(Path(), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
+    with mock.patch.object(start, "source_hash", lambda: hashes[rank]):
+        return start.compare_ranks(argv_of_ranks[rank], [folder])
+
+
+def test_ranks_with_other_flags_or_code_are_named(pool):
+    same, other = ["--lr", "1"], ["--lr", "2"]
+    lines = ["rank 1 was started with other flags", "rank 2 runs other code"]
+    for found in pool(3, compare_differing, [same, other, same], ["a", "a", "b"]):
+        assert [line.partition("; ")[0].partition(" than")[0] for line in found] == lines
+    for found in pool(2, compare_differing, [same, same], ["a", "a"]):
+        assert found == []
 
 
 def test_a_run_under_nohup_outlives_its_terminal(pool):

@@ -28,7 +28,7 @@ from conftest import (
 
 import checkpoint
 from errors import UsageError
-from runtime import run_folder
+from start import read_starts
 from tools import plan
 from tools.measuring import hosts
 from tools.planning import predict
@@ -241,9 +241,9 @@ def test_the_goodput_of_a_killed_run_is_as_predicted(tokens, tmp_path):
             rank.join(rng.expovariate(1 / 8))
             rank.kill()
             rank.join()
-    wait_until(lambda: rows(out)[-1]["step"] > run_folder.read_starts(out)[-1]["step"], 60)
+    wait_until(lambda: rows(out)[-1]["step"] > read_starts(out)[-1]["step"], 60)
     rank.kill()
-    starts, last = run_folder.read_starts(out), rows(out)[-1]
+    starts, last = read_starts(out), rows(out)[-1]
     first = datetime.fromisoformat(starts[0]["time"])
     between = (datetime.fromisoformat(last["time"]) - first).total_seconds() / 15
     _, _, took = plan.parse(["--run", str(out), "--peak_tflops", "1"])

@@ -22,9 +22,8 @@ from test_imports import MODULES, imported_modules
 
 import checkpoint
 import dist
-from config import parse
-from runtime import preflight
 from runtime.saver import Saver
+from start import find_start
 from tools.checkpoint import consolidate
 
 
@@ -39,7 +38,7 @@ def find_damage_on_two_hosts(argv: list[str]) -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     world = dist.start("cpu")
     try:
-        path = preflight.find_origin(parse(argv), world).path
+        path = find_start(argv, world).path
     except (checkpoint.CheckpointError, dist.RankError) as error:
         return str(error)
     return f"{path} verifies"

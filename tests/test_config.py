@@ -3,104 +3,99 @@
 import codecs
 import dataclasses
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import CPU, FACTS, ROOT, resolve
 
-import layout
-from config import POLICIES, parse, profile_window
+import config
+from config import FLAGS, SIZE_FLAGS, Config, as_argv, check_flags, parse, profile_window
+from dist import MeshError
 from errors import UsageError
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 
 
 def test_flags_take_precedence_over_a_config_file(tmp_path):
     file = tmp_path / "config.json"
-    flags = {"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 1, "allow_changes": True}
+    flags = {"lr": 0.5, "async_save": True, "model": "gpt2-124m", "tp": 2, "min_lr": None}
     file.write_text(json.dumps(flags))
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # some editors write a byte order mark
-    parsed = parse(["--config", str(file), "--lr", "1e-3"])
-    del flags["allow_changes"]  # which applies to one start only
-    assert parsed == flags | {"lr": 1e-3, "out": "runs/gpt2-124m"}
-    assert resolve(f"--config {file}").max_steps == 700
+    expected = Config(lr=1e-3, async_save=True, model="gpt2-124m", tp=2, out="runs/gpt2-124m")
+    assert parse(["--config", str(file), "--lr", "1e-3"]) == expected
+
+
+def test_a_config_is_read_as_it_was_written():
+    """as_argv and JSON keep every value, also those that stand for a computed default."""
+    config = Config(out="a", lr=1e-3, n_layer=3, compile=True, data="a b,c", strategy="fsdp")
+    written = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert parse(as_argv(written)) == config
+    assert parse(["--out=a"], {"config.json": check_flags(written, "config.json")}) == config
+
+
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.default is None])
+def test_auto_takes_back_a_flag(name):
+    value = {"model": "llama3-8b", "profile": "3:4", "out": "a", "init_from": "a"}.get(name, 5)
+    saved = {"config.json": {name: value}}
+    assert parse(["--out=b", f"--{name}=auto"], saved) == parse(["--out=b", f"--{name}=auto"])
+    assert parse([f"--{name}=auto"]) == parse([])
 
 
 def test_a_run_is_named_after_its_initial_weights():
     """The path is not read, since it may be on another host."""
     source = "runs/a/checkpoints/step-00000600"
-    assert parse(["--init_from", "imported/smollm2"])["out"] == "runs/smollm2"
-    assert parse(["--init_from", source])["out"] == "runs/a-step-00000600"
-    assert parse(["--init_from", source, "--out", "mine"])["out"] == "mine"
+    assert parse(["--init_from", "imported/smollm2"]).out == "runs/smollm2"
+    assert parse(["--init_from", source]).out == "runs/a-step-00000600"
+    assert parse(["--init_from", source, "--out", "mine"]).out == "mine"
 
 
 def test_a_run_from_another_run_needs_a_new_folder():
     argv = ["--init_from", "runs/a"]
     with pytest.raises(UsageError, match="choose a new folder with --out: runs/a belongs "):
         parse(argv)
-    assert parse([*argv, "--out", "runs/c"])["out"] == "runs/c"
+    assert parse([*argv, "--out", "runs/c"]).out == "runs/c"
+    assert parse([*argv, "--eval_only"]).init_from == "runs/a"
 
 
-def test_an_empty_path_to_a_checkpoint_is_refused():
-    with pytest.raises(UsageError, match="--init_from is empty: give the path of a checkpoint or"):
-        parse(["--init_from", "", "--out", "runs/c"])
+@pytest.mark.parametrize("flag", ["--init_from", "--out"])
+def test_an_empty_path_is_refused(flag):
+    with pytest.raises(UsageError, match=f"{flag} is empty: give a path"):
+        parse([flag, ""])
 
 
-def test_a_new_run_does_not_take_over_init_from(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    file = run / "config.json"
-    file.write_text(json.dumps({"init_from": "b", "lr": 0.5, "out": str(run)}))
-    written_by_hand = parse(["--config", str(file), "--out", "new"])
-    assert written_by_hand["init_from"] == "b"
-    (run / "starts.jsonl").touch()
-    other = parse(["--config", str(file), "--out", "new"])
-    assert other == {"lr": 0.5, "out": "new"}
-    for same in ([], ["--out", str(run)]):
-        assert parse(["--config", str(file), *same])["init_from"] == "b"
-
-
-def test_a_flag_of_a_fork_overrides_a_field_of_the_model():
-    """The fork adds flags for fields of ModelConfig that have none; they may be given or not."""
-    fork = """
-import dataclasses, config
-from model import ModelConfig
-
-@dataclasses.dataclass(frozen=True)
-class Fork(config.Config):
-    tied: bool | None = config.free("model", None, "")
-    rope_theta: float | None = config.free("model", None, "", ge=1)
-
-config.Config = Fork
-config.DEFAULTS |= {"tied": None, "rope_theta": None}
-config.POLICIES |= {"tied": "allowed", "rope_theta": "allowed"}
-from conftest import resolve
-
-for text in ("", "--tied", "--tied false", "--model llama3-8b", "--rope_theta 5"):
-    model_config = resolve(text).model_config
-    print(model_config.tied, model_config.rope_theta)
+def test_a_field_of_the_model_gets_a_flag_with_one_line(tmp_path):
+    """The new flag overrides the field of each named size, unless it is not given."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    source = (tmp_path / "model.py").read_text()
+    line = '    tied: Annotated[bool | None, "part", "share the matrix"] = None\n'
+    before = "    n_layer: Annotated["
+    (tmp_path / "model.py").write_text(source.replace(before, line + before, 1))
+    code = """
+import config, data, dist
+machine, facts = dist.Machine(1, 1, "cpu", "", 10**9, False), data.DataFacts(257, "bytes", "")
+for text in ("", "--tied", "--tied false", "--model llama3-8b", "--model llama3-8b --tied auto"):
+    print(config.resolve(config.parse(text.split()), machine, facts).model_config.tied)
 """
-    command = [sys.executable, "-c", fork]
-    found = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    lines = ["True 10000.0", "True 10000.0", "False 10000.0", "False 500000.0", "True 5.0"]
-    assert found.stdout.splitlines() == lines
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "True", "False", "False", "False"]
 
 
-def test_the_reference_lists_the_flags_that_may_not_change():
-    resuming = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
-    (of_numbers,) = re.findall(r"^\| (`--lr`.*?) \| Refused without", resuming, re.M)
-    refused = {name for name, policy in POLICIES.items() if policy == "refused"}
-    assert {*re.findall(r"--(\w+)", of_numbers)} == refused
+def test_the_reference_lists_the_kinds_of_flags():
+    table = (ROOT / "docs/reference.md").read_text().partition("## Resuming")[2]
+    for kind in ("part", "once"):
+        (row,) = re.findall(rf"^\| {kind} \| (.*?) \|", table, re.M)
+        expected = {name for name, flag in FLAGS.items() if flag.kind == kind}
+        assert {*re.findall(r"--(\w+)", row)} == expected - SIZE_FLAGS
 
 
 def test_a_profile_window_lies_within_the_run():
     assert profile_window("10:13") == (10, 13)
     for text in ("3", "3:3", "a:b", "-1:3"):
-        with pytest.raises(UsageError, match="give START:STOP"):
-            parse([f"--profile={text}"])
+        with pytest.raises(UsageError, match=f"--profile {text}: give START:STOP"):
+            profile_window(text)
     with pytest.raises(UsageError, match="--profile 3:700: STOP must be below max_steps 700"):
         resolve("--profile 3:700")
 
@@ -109,8 +104,8 @@ def test_a_profile_window_lies_within_the_run():
     "wrap", ["blocks", "block_group", "block_group:0", "block:2", "none:2", "auto:2"]
 )
 def test_an_unknown_wrap_is_refused(wrap):
-    with pytest.raises(UsageError, match=f"--wrap: {wrap}: choose auto, block, block_group"):
-        parse(["--wrap", wrap])
+    with pytest.raises(MeshError, match=f"--wrap {wrap}: choose auto, block, block_group"):
+        resolve(f"--wrap {wrap}")
 
 
 def test_a_batch_is_split_into_micro_batches():
@@ -214,16 +209,16 @@ def test_a_resolved_run_has_no_unresolved_value(text, ranks, device):
     values = vars(run) | vars(run.model_config) | vars(run.data_facts)
     assert {name for name, value in values.items() if value is None} <= NONE_IS_A_VALUE
     assert "auto" not in [value for value in values.values() if isinstance(value, str)]
-    for name in layout.SIZE_FLAGS:
+    for name in SIZE_FLAGS:
         assert getattr(run, name) == getattr(run.model_config, name)
 
 
 def test_resolve_depends_only_on_its_arguments():
-    flags = parse(["--n_layer", "3"])
-    before = dict(flags)
-    runs = [layout.resolve(flags, CPU, FACTS) for _ in range(2)]
-    assert runs[0] == runs[1]
-    assert flags == before
+    given = parse(["--n_layer", "3"])
+    kept = {"lr": 0.5}
+    runs = [config.resolve(given, CPU, FACTS, kept) for _ in range(2)]
+    assert runs[0] == runs[1] and runs[0].lr == 0.5
+    assert (given, kept) == (parse(["--n_layer", "3"]), {"lr": 0.5})
     with pytest.raises(dataclasses.FrozenInstanceError):
         runs[0].lr = 1.0
 

@@ -49,7 +49,6 @@ def test_all_choices_are_drawn(fuzzer):
         {"mesh": "single-1-1-2", "vocab_size": 257},  # tp cannot split the vocabulary
         {"mesh": "single-1-1-4", "n_kv_head": 2},
         {"then": "single-1-1-4", "n_kv_head": 2},
-        {"mesh": "fsdp-1-2-1", "grad_sync": "shard"},
     ],
 )
 def test_a_draw_that_train_py_would_refuse_is_not_possible(fuzzer, draw):

@@ -13,9 +13,9 @@ from test_tokenizer import make_json, small_gpt2
 import checkpoint
 import prepare
 import sample
+import start
 from errors import UsageError
 from model import ModelConfig
-from runtime import preflight
 from text import tokenizer
 from tools import hf
 
@@ -113,7 +113,7 @@ def test_a_field_of_a_fork_is_exported_only_at_its_default(
 ):
     fields = [("window", int, 0)]
     fork = dataclasses.make_dataclass("Fork", fields, bases=(ModelConfig,), frozen=True)
-    for module in (preflight, hf):
+    for module in (start, hf):
         monkeypatch.setattr(module, "ModelConfig", fork)
     convert("export", trained, tmp_path / "exported")
     manifest = checkpoint.read_manifest(trained)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from conftest import TRAIN, Job, flags, free_port, rows
 
-from runtime import run_folder
+from start import read_starts
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
 
     def has_trained(ranks: int, steps: int) -> bool:
         """Whether the last start is on `ranks` ranks and has trained for `steps` steps."""
-        starts = run_folder.read_starts(out)
+        starts = read_starts(out)
         if not starts or starts[-1]["ranks"] != ranks or not (out / "metrics.jsonl").exists():
             return False
         return rows(out)[-1]["step"] >= starts[-1]["step"] + steps
@@ -47,7 +47,7 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     meeting_place.wait(60)
     new.wait(60)
 
-    first, second, third = run_folder.read_starts(out)[-3:]
+    first, second, third = read_starts(out)[-3:]
     assert [start["ranks"] for start in (first, second, third)] == [4, 2, 4]
     # A lost host costs the steps since the latest checkpoint; a host that joins costs none.
     assert second["step"] % 20 == 0

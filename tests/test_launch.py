@@ -16,7 +16,7 @@ from conftest import TRAIN, Job, flags, free_port, is_running, listen, rows, wai
 import dist
 import errors
 import train
-from runtime.machine import find_machine, read_machine
+from dist import find_machine, read_machine
 from tools import check
 
 FORK = multiprocessing.get_context("fork")

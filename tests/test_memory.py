@@ -14,11 +14,10 @@ import torch
 from conftest import FACTS, TINY, build_model, build_run, listen, resolve, train_step
 
 import dist
-import layout
 import model
 import optim
-from config import blocks_per_unit
-from runtime.machine import keep_freed_memory, read_machine
+from config import memory_of
+from dist import blocks_per_unit, keep_freed_memory, read_machine
 
 
 def test_the_printed_estimate_counts_the_runs_parameters(on_ranks):
@@ -52,7 +51,7 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
-    return layout.estimate_memory(run.run, run.state.model), taken
+    return memory_of(run.run, run.run.model_config, run.run.machine), taken
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     run.forward.register_forward_hook(look)
     for step in (1, 2, 3):
         train_step(run, step)
-    return layout.estimate_memory(run.run, run.state.model), found
+    return memory_of(run.run, run.run.model_config, run.run.machine), found
 
 
 def test_ddp_accumulates_gradients_only_in_its_bucket(on_ranks):
@@ -112,7 +111,7 @@ def parts(text: str, vocab_size: int, **machine) -> dict[str, int]:
     run = resolve(f"{TINY} --micro_batch_size 2 {text}", **machine)
     decoder = dataclasses.replace(run.model_config, vocab_size=vocab_size)
     run = dataclasses.replace(run, model_config=decoder)
-    return layout.estimate_memory(run, layout.empty_model(run))
+    return memory_of(run, decoder, run.machine)
 
 
 @contextlib.contextmanager
@@ -150,7 +149,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
     world = dist.start("cpu")
     text = " ".join(argv)
     one = resolve(f"{text} --strategy ddp", world_size=world.size)
-    ddp = sum(layout.estimate_memory(one, layout.empty_model(one)).values())
+    ddp = sum(memory_of(one, one.model_config, one.machine).values())
     found = []
     for share in used:
         sizes = {"SC_PHYS_PAGES": int(world.local_size * ddp / share), "SC_PAGE_SIZE": 1}

@@ -315,7 +315,7 @@ def test_training_continues_if_a_row_cannot_be_written(log, tmp_path, capsys):
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
     """Run train.py on a CPU that has the name of a GPU."""
-    with mock.patch.object(metrics, "device_name", lambda device: "NVIDIA H200"):
+    with mock.patch.object(dist, "device_name", lambda device: "NVIDIA H200"):
         return listen(argv)
 
 

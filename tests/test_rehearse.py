@@ -9,8 +9,8 @@ import torch
 from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
-import layout
 import optim
+from config import memory_of
 from model import Transformer
 from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import Recorder, Rehearsal, at_peak, rehearse
@@ -127,7 +127,7 @@ def test_compiling_does_not_change_a_rehearsal(on_512_gpus):
 
 def test_rehearsed_bytes_match_a_count_by_hand(on_512_gpus):
     plain, *_ = on_512_gpus
-    estimate = layout.estimate_memory(plain.run, layout.empty_model(plain.run))
+    estimate = memory_of(plain.run, plain.run.model_config, plain.run.machine)
     assert plain.memory["gradients"] == estimate["gradients"]  # two micro-batches: not sharded
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
     moved = {row.name: row.bytes for row in rows}

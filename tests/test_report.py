@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, fork_ranks, rows, wait_until
 
-from runtime.run_folder import hold_lock
+from start import hold_lock
 from tools import report
 
 BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -1,5 +1,6 @@
-"""Run folders: which process may write, which run may continue, and from which checkpoint."""
+"""Where a run starts: its checkpoint, its flags, what may change, the lock and the record."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -15,83 +16,67 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, children, fork_ranks, resolve, wait_until
+from conftest import CPU, ROOT, children, fork_ranks, resolve, wait_until
 
 import checkpoint
 import config
 import data
-import layout
-import train
-from config import POLICIES
+import dist
+from config import FLAGS
 from errors import UsageError
 from model import ModelConfig
-from runtime import run_folder
-from runtime.lock import try_lock
+from start import compare, find_start, hold_lock, read_starts, record_start, try_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}
 MODEL |= {"d_model": 32, "d_ff": 64, "seq_len": 16}
+SIZES = {name: size for name, size in MODEL.items() if name != "vocab_size"}
 SIZE = 60_000  # bytes of a checkpoint's file, enough for the model
 CRC32 = f"{zlib.crc32(bytes(SIZE)):08x}"
+FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
 
 
-def manifest(step: int, dtype: str = "float32", data: str = "abc", model=MODEL, **flags) -> dict:
-    """The manifest of a checkpoint of step `step`, after a start with `flags`."""
-    config = {"global_batch_size": 8, "d_model": 32, "data": "tokens/a", **flags}
-    files = {"full.safetensors": {"bytes": SIZE, "crc32": CRC32}}
-    base = {"format": 2, "step": step, "files": files, "model": model, "data": data, "dtype": dtype}
-    return base | {"config": {"seed": 0} | config}
+def given(**flags) -> list[str]:
+    """The flags of the runs of this file, as typed."""
+    own = {"data": "tokens/a", "global_batch_size": 8, "dtype": "float32", "device": "cpu"}
+    return config.as_argv(own | SIZES | flags)
 
 
-def save(out, step: int, fields: dict | None = None, **changes):
+def save(out: Path, step: int, manifest: dict | None = None, **fields) -> Path:
     """Write a complete, valid checkpoint without tensors; `fields` go into its manifest."""
     path = out / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "full.safetensors").write_bytes(bytes(SIZE))
-    sealed = checkpoint.seal(manifest(step, **changes) | (fields or {}))
+    files = {"full.safetensors": {"bytes": SIZE, "crc32": CRC32}}
+    base = {"format": 2, "step": step, "files": files, "tokens": step * 128}
+    sealed = checkpoint.seal(base | (manifest or recorded()) | fields)
     (path / "manifest.json").write_text(json.dumps(sealed))
     return path
 
 
-FOLDER = data.TokenFolder(Path("tokens/a"), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
+def recorded(**flags) -> dict:
+    """What the checkpoints of a run with these flags record."""
+    return resolve(" ".join(given(**flags))).manifest
 
 
 @pytest.fixture
 def begin(tmp_path):
-    """begin(**flags): what train.command passes to train.train for a run in tmp_path / "run"."""
+    """begin(argv): a start of tmp_path / "run" with its run, and the lines on what changed."""
 
-    def call(**flags) -> SimpleNamespace:
-        sizes = {name: size for name, size in MODEL.items() if name != "vocab_size"}
-        own = {"out": str(tmp_path / "run"), "data": "tokens/a", "dtype": "float32"}
-        given = {"global_batch_size": 8, "device": "cpu", **sizes, **own, **flags}
-        argv = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        started = SimpleNamespace()
-
-        def train_nothing(run, origin, folders, world, watchdog, notes, **options) -> int:
-            vars(started).update(run=run, origin=origin, notes=notes)
-            return 0
-
-        with (
-            mock.patch.object(data, "open_folders", lambda names: [FOLDER]),
-            mock.patch.object(train, "train", train_nothing),
-        ):
-            try:
-                assert train.command(argv) == 0
-            finally:
-                if torch.distributed.is_initialized():  # after an error
-                    torch.distributed.destroy_process_group()
-        return started
+    def call(argv: list[str], machine: dist.Machine = CPU) -> SimpleNamespace:
+        world = dist.start("cpu")
+        try:
+            start = find_start([f"--out={tmp_path}/run", *argv], world)
+        finally:
+            torch.distributed.destroy_process_group()
+        facts = data.facts_of([FOLDER])
+        run = config.resolve(start.given, machine, facts, start.kept, start.model_config)
+        return SimpleNamespace(start=start, run=run, changes=compare(start, run, FOLDER))
 
     return call
 
 
-def changes(start: SimpleNamespace) -> list[str]:
-    """The notes on flags that changed."""
-    lines = [note.partition("changed: ")[2] for note in start.notes]
-    return [line for line in lines if line]
-
-
 # --------------------------------------------------------------------------------------------------
-# Where a run starts
+# The model of a start
 
 
 def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path):
@@ -99,159 +84,208 @@ def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path):
     model = MODEL | {"vocab_size": 500, "rope_theta": 5e5, "tied": False, "norm_eps": 1e-6}
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model |= {"rope_scaling": scaling | {"original_seq_len": 8}}
-    save(tmp_path / "other", 10, model=model)
-    seq_len = 8
-    flags = dict.fromkeys(MODEL.keys() - {"vocab_size"}) | {"seq_len": seq_len}
-    flags |= {"init_from": str(tmp_path / "other")}
+    save(tmp_path / "other", 10, {"model": model, "tokenizer": "bytes"})  # as tools.hf writes it
+    argv = ["--data=tokens/a", "--seq_len=8", f"--init_from={tmp_path}/other"]
     for own in (False, True):
         if own:
-            save(tmp_path / "run", 20, model=model | {"seq_len": seq_len})
+            save(tmp_path / "run", 20, begin(argv).run.manifest)
             (tmp_path / "other").rename(tmp_path / "gone")
-        start = begin(**flags)
-        assert start.run.model_config == ModelConfig.from_dict(model | {"seq_len": seq_len})
-        assert start.run.model_config.rope_scaling.factor == 8.0
-        assert (start.run.n_layer, start.run.d_model, start.run.seq_len) == (2, 32, seq_len)
-        if not own:  # in config.json, for a new run
-            assert start.run.flags["n_layer"] == 2
+        begun = begin(argv)
+        assert begun.run.model_config == ModelConfig.from_dict(model | {"seq_len": 8})
+        assert begun.run.model_config.rope_scaling.factor == 8.0
+        assert (begun.run.n_layer, begun.run.d_model, begun.run.seq_len) == (2, 32, 8)
+        assert begun.run.model == f"{tmp_path}/other"
+        assert (begun.start.step, begun.start.only_weights) == ((20, False) if own else (0, True))
     for tokens, vocab_size in ((500, 500), (501, 512)):  # 501 tokens do not fit its weights
         facts = data.DataFacts(vocab_size=tokens, tokenizer=None, fingerprint="abc")
-        run = layout.resolve(start.run.flags, CPU, facts, start.origin)
+        start = begun.start
+        run = config.resolve(start.given, CPU, facts, start.kept, start.model_config)
         assert run.model_config.vocab_size == vocab_size
 
 
-def test_a_change_that_makes_another_run_is_refused(begin, tmp_path):
-    changes = {"global_batch_size": 16, "seed": 7, "optimizer": "muon", "data": "other"}
-    path = save(tmp_path / "run", 10, model=MODEL | {"d_model": 64}, **changes)
-    with pytest.raises(UsageError) as error:
-        begin(allow_changes=True, seed=0, optimizer="adamw")
-    line = str(error.value)
-    assert line.startswith(f"cannot continue from {path}: ") and f"--init_from {path}" in line
-    for change in (
-        "d_model 64 -> 32",
-        "--global_batch_size 16 -> 8",
-        "--seed 7 -> 0",
-        "--optimizer muon -> adamw",
-        "the data's fingerprint other -> abc",
+@pytest.mark.parametrize("model, fits", [("tiny", True), ("gpt2-124m", False)])
+def test_a_typed_model_must_be_that_of_the_weights(begin, tmp_path, model, fits):
+    save(tmp_path / "other", 10)
+    argv = [f"--init_from={tmp_path}/other", "--data=tokens/a", f"--model={model}"]
+    if fits:
+        assert begin(argv).run.n_layer == 2
+        return
+    with pytest.raises(
+        UsageError, match=r"use the weights of .*n_layer 2 -> 12 \(typed\).*own model"
     ):
-        assert change in line
+        begin(argv)
 
 
 # --------------------------------------------------------------------------------------------------
-# Flags that changed
+# What may change
 
-
-# docs/reference.md lists them (test_config.py)
-REFUSED = {name for name, policy in POLICIES.items() if policy == "refused"}
-ANOTHER_RUN = {"seed", "global_batch_size", "optimizer", "model"}
-OF_ONE_START = {"out", "init_from", "allow_changes", "dry_run", "eval_only"}
-OF_ONE_START |= {"device", "timeout", "profile"}
-
-
-@pytest.fixture
-def change(begin, tmp_path):
-    """change(name, value, **flags): the notes of a start with another value of one flag."""
-    save(tmp_path / "run", 3, begin(lr=0.25).run.manifest)
-
-    def call(name: str, value, **flags) -> list[str]:
-        return changes(begin(**{"lr": 0.25, **flags, name: value}))
-
-    return call
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED - {"dtype"}))
-def test_a_flag_that_changes_numbers_needs_allow_changes(change, name):
-    values = {"schedule": "wsd", "clip": "adaptive"}
-    values |= dict.fromkeys(("keep_last", "warmup_steps"), 5)
-    value = values.get(name, 0.125)
-    with pytest.raises(UsageError, match=f"--{name} .* -> .*give --allow_changes"):
-        change(name, value)
-    (said,) = change(name, value, allow_changes=True)
-    assert said.startswith(f"--{name} ")
-
-
-OTHER_VALUES = {"data": "tokens/b", "wrap": "block", "strategy": "fsdp"}
-OTHER_VALUES |= {"reshard_after_forward": False}
+KINDS = {kind: {n for n, f in FLAGS.items() if f.kind == kind} for kind in ("part", "free", "once")}
+ONCE = {"out", "allow_changes", "dry_run", "eval_only", "device", "timeout", "profile"}
+ONCE |= {"dp_replicate", "dp_shard", "tp"}
+# Another value of each flag, if it is not twice the default or 5
+OTHER_VALUES = {"schedule": "wsd", "clip": "adaptive", "optimizer": "muon", "dtype": "bfloat16"}
+OTHER_VALUES |= {"data": "tokens/b", "wrap": "block", "strategy": "fsdp", "compile": True}
+OTHER_VALUES |= {"reshard_after_forward": False, "grad_sync": "shard", "async_save": True}
 OTHER_VALUES |= {"activation_checkpointing": "full", "tracker": "wandb", "checkpoint": "none"}
-OTHER_VALUES |= {"async_save": True, "compile": True, "micro_batch_size": 4}
+OTHER_VALUES |= {"micro_batch_size": 4, "lr": 0.125, "beta1": 0.5, "beta2": 0.5, "min_lr": 1e-4}
 
 
-def test_a_change_of_any_other_flag_is_printed(change):
-    assert {name for name, policy in POLICIES.items() if policy == "never"} == ANOTHER_RUN
-    free = {name for name, policy in POLICIES.items() if policy == "allowed"}
-    # These need more ranks, or had no value before.
-    free -= {"tp", "dp_replicate", "dp_shard", "grad_sync", "peak_tflops"}
-    for name in free - MODEL.keys():
-        value = OTHER_VALUES.get(name, 5)
-        said = change(name, value)
-        assert f" -> {value}" in said[-1] and len(said) == 1
-        assert said[0].startswith(f"--{name} ")
+def other_value(name: str):
+    return OTHER_VALUES.get(name, 2 * FLAGS[name].default if FLAGS[name].default else 5)
 
 
-def test_flags_of_a_single_start_are_not_compared(change):
-    assert {name for name, policy in POLICIES.items() if policy == "not compared"} == OF_ONE_START
-    for name in ("allow_changes", "dry_run"):
-        assert change(name, True) == []
+@pytest.mark.parametrize("name", sorted(KINDS["part"] - SIZES.keys() - {"model"}))
+def test_a_part_needs_allow_changes(begin, tmp_path, name):
+    save(tmp_path / "run", 3)
+    value = other_value(name)
+    with pytest.raises(UsageError, match=rf"--{name} .* -> {value} \(typed\); .*--allow_changes"):
+        begin(given(**{name: value}))
+    changes = begin(given(**{name: value}, allow_changes=True)).changes
+    assert changes[0].startswith(f"--{name} ") and len(changes) == 1 + (name == "global_batch_size")
+
+
+@pytest.mark.parametrize("name", sorted(SIZES.keys() - {"seq_len"}))
+def test_another_model_is_refused_in_any_case(begin, tmp_path, name):
+    save(tmp_path / "run", 3, recorded(d_model=64, n_head=4, n_kv_head=4, d_ff=32, n_layer=3))
+    with pytest.raises(
+        UsageError, match=rf"{name} \d+ -> {SIZES[name]} \(typed\).*only their own model"
+    ):
+        begin(given(allow_changes=True))
+
+
+# init_from only says where a run began, and peak_tflops had no value before.
+@pytest.mark.parametrize("name", sorted(KINDS["free"] - {"init_from", "peak_tflops"}))
+def test_a_change_of_a_free_flag_is_printed(begin, tmp_path, name):
+    save(tmp_path / "run", 3)
+    value = other_value(name)
+    (said,) = begin(given(**{name: value})).changes
+    assert said.startswith(f"--{name} ") and said.endswith(f" -> {value}")
+
+
+def test_flags_of_one_start_are_neither_remembered_nor_compared(begin, tmp_path):
+    assert KINDS["once"] == ONCE
+    typed = {"dp_replicate": 1, "dp_shard": 1, "dry_run": True, "timeout": 7}
+    manifest = recorded(**typed)
+    save(tmp_path / "run", 3, manifest)
+    assert not manifest["given"].keys() & ONCE
+    assert begin(given()).changes == []
+    assert begin([]).run.timeout == FLAGS["timeout"].default
+
+
+def test_no_default_of_a_part_depends_on_a_free_flag():
+    """Else a start with another value of the free flag would be refused or train differently."""
+    parts = KINDS["part"]
+    base = resolve("--data tokens/a")
+    for name in sorted(KINDS["free"]):
+        changed = resolve(f"--data tokens/a --{name} {str(other_value(name)).lower()}")
+        assert {n: getattr(changed, n) for n in parts} == {n: getattr(base, n) for n in parts}
 
 
 def test_a_flag_unknown_to_this_code_is_refused(begin, tmp_path):
-    save(tmp_path / "run", 10, label_smoothing=0.1)
-    with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
-        begin()
-    assert len(changes(begin(allow_changes=True))) == 1
-    save(tmp_path / "run", 20, label_smoothing=None)  # not set
-    assert changes(begin()) == []
+    manifest = recorded()
+    for step, smoothing in ((10, 0.1), (20, None)):  # later it was not set
+        for record in ("given", "config"):
+            manifest[record] = manifest[record] | {"label_smoothing": smoothing}
+        save(tmp_path / "run", step, manifest)
+        (tmp_path / "run/config.json").write_text(json.dumps(manifest["given"]))
+        if smoothing is None:
+            assert begin([]).changes == []
+            continue
+        with pytest.raises(UsageError, match="--label_smoothing 0.1 -> unknown to this code"):
+            begin([])
+        assert len(begin(["--allow_changes"]).changes) == 1
+
+
+def test_a_flag_unknown_to_the_checkpoint_had_its_default(begin, tmp_path):
+    manifest = recorded()
+    for name in ("weight_decay", "lr"):  # one default is a number, the other is computed
+        del manifest["given"][name], manifest["config"][name]
+    save(tmp_path / "run", 10, manifest)
+    assert begin([]).changes == []
+    with pytest.raises(UsageError, match="--weight_decay 0.1 -> 0.5"):
+        begin(["--weight_decay=0.5"])
+
+
+def test_other_data_is_named_with_its_folder(begin, tmp_path):
+    save(tmp_path / "run", 10, data="other")
+    with pytest.raises(UsageError, match="fingerprint other -> abc .--data tokens/a -> tokens/b"):
+        begin(["--data=tokens/b"])
 
 
 # --------------------------------------------------------------------------------------------------
 # Flags that are not typed
 
 
-NOT_TYPED = dict.fromkeys((*MODEL.keys() - {"vocab_size"}, "global_batch_size", "data", "dtype"))
+def test_a_value_that_this_code_does_not_know_is_reported_with_its_place(begin, tmp_path):
+    manifest = recorded()
+    manifest["given"]["clip"] = "halve"
+    path = save(tmp_path / "run", 10, manifest)
+    with pytest.raises(UsageError, match=f"{path}: .*--clip: halve: choose from norm, adaptive"):
+        begin([])
 
 
-def test_a_flag_value_unknown_to_this_code_is_reported(begin, tmp_path):
-    save(tmp_path / "run", 10, clip="halve")
-    with pytest.raises(UsageError, match="--clip halve of the run is unknown .* norm, adaptive"):
-        begin(**NOT_TYPED)
-
-
-def test_values_that_depend_on_the_ranks_are_recomputed(begin, tmp_path):
-    text = "--strategy fsdp --global_batch_size 8 --data tokens/a"
+def test_values_that_depend_on_the_ranks_are_computed_again(begin, tmp_path):
+    text = " ".join(given(strategy="fsdp"))
     of_two = resolve(text, world_size=2)
     assert of_two.micro_batch_size == 4
     save(tmp_path / "run", 10, of_two.manifest)
-    start = begin(**NOT_TYPED)
-    assert (start.run.strategy, start.run.dp_shard, start.run.micro_batch_size) == ("fsdp", 1, 8)
-    assert changes(start) == ["--dp_shard 2 -> 1", "--micro_batch_size 4 -> 8"]
-    # A typed flag of the mesh replaces all of them.
-    assert begin(**NOT_TYPED, tp=1).run.strategy == "single"
+    begun = begin([])
+    assert (begun.run.strategy, begun.run.dp_shard, begun.run.micro_batch_size) == ("fsdp", 1, 8)
+    mesh = "dp_replicate 1 x dp_shard {} x tp 1"
+    changed = ["--micro_batch_size 4 -> 8", f"the mesh {mesh.format(2)} -> {mesh.format(1)}"]
+    assert begun.changes == changed
+    assert begin(["--micro_batch_size=auto", "--strategy=auto"]).run.strategy == "single"
 
 
-def test_a_run_keeps_its_value_when_a_default_changes(begin, tmp_path):
-    defaults = {"weight_decay": 0.2, "warmup_steps": 70}
-    save(tmp_path / "run", 20, resolve("--global_batch_size 8").manifest)
-    with mock.patch.dict(config.DEFAULTS, defaults):
-        start = begin(**NOT_TYPED)
-    assert (start.run.weight_decay, start.run.warmup_steps) == (0.1, 50)
+def test_defaults_are_taken_from_the_run(begin, tmp_path):
+    """Another code may have had other defaults, and other hardware computes in another dtype."""
+    manifest = recorded(dtype="auto", weight_decay=0.25)
+    save(tmp_path / "run", 20, manifest)
+    new_hardware = dataclasses.replace(CPU, has_bfloat16=True)
+    begun = begin([], new_hardware)
+    assert (begun.run.dtype, begun.run.weight_decay, begun.changes) == ("float32", 0.25, [])
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert begin(["--data=tokens/a"], new_hardware).run.dtype == "bfloat16"
 
+
+def test_an_evaluation_reads_as_many_sequences_at_once_as_training_did(begin, tmp_path):
+    save(tmp_path / "run", 10, resolve(" ".join(given()), world_size=4).manifest)
+    assert begin(["--eval_only"]).run.micro_batch_size == 2
+    assert begin([]).run.micro_batch_size == 8
+
+
+def test_a_file_overrides_the_run_and_typed_flags_override_both(begin, tmp_path):
+    save(tmp_path / "run", 10, recorded(max_steps=10, eval_interval=10, keep_last=10))
+    (tmp_path / "mine.json").write_text('{"eval_interval": 20, "keep_last": 20, "max_steps": null}')
+    run = begin([f"--config={tmp_path}/mine.json", "--keep_last=30"]).run
+    assert (run.max_steps, run.eval_interval, run.keep_last) == (10, 20, 30)
+
+
+def test_a_small_model_keeps_the_strategy_of_a_configuration():
+    argv = ["--config", f"{ROOT}/configs/llama3-8b.json", "--model", "tiny"]
+    assert config.parse(argv).strategy == json.loads(Path(argv[1]).read_text())["strategy"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The record of a start
 
 TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
 
 
 def started_with(lr: float) -> dict:
-    return manifest(0, lr=lr) | {"flags": {"lr": lr}}
+    return {"given": {"lr": lr}, "config": {"lr": lr}}
 
 
 def test_the_folder_records_the_flags_of_every_start(tmp_path):
     began = datetime(2026, 11, 21, tzinfo=UTC)
     for step, lr in ((0, 0.5), (10, 0.25)):
         now = began + timedelta(hours=step)
-        run_folder.record_start(tmp_path, started_with(lr), TWO_RANKS, step, now)
+        record_start(tmp_path, started_with(lr), TWO_RANKS, step, now)
         times = [began + timedelta(hours=hours) for hours in (1, 2)]
         log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
         lines = "".join(json.dumps(row) + "\n" for row in log)
         (tmp_path / "metrics.jsonl").write_text(f'{lines}{{"note": 1}}\n12\n{{"ti')
-    starts = run_folder.read_starts(tmp_path)
+    starts = read_starts(tmp_path)
     assert [start["last_logged"] for start in starts] == [None, times[1].isoformat()]
     assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
     assert starts[0]["ranks"] == 2
@@ -259,8 +293,8 @@ def test_the_folder_records_the_flags_of_every_start(tmp_path):
 
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    run_folder.record_start(tmp_path, started_with(0.1), TWO_RANKS, 20, now)
-    starts = run_folder.read_starts(tmp_path)
+    record_start(tmp_path, started_with(0.1), TWO_RANKS, 20, now)
+    starts = read_starts(tmp_path)
     assert [start["config"]["lr"] for start in starts] == [0.5, 0.25, 0.1]
     assert starts[0]["time"] == began.isoformat()
 
@@ -278,14 +312,14 @@ def test_the_lock_file_is_removed_before_the_lock_is_released(tmp_path, monkeypa
         at_release.append((out / "lock").exists())
         real_close(descriptor)
 
-    with run_folder.hold_lock(out):
+    with hold_lock(out):
         (out / "metrics.jsonl").touch()
         monkeypatch.setattr(os, "close", close)
     assert at_release == [False]
 
 
 def test_the_lock_of_another_run_is_not_deleted(tmp_path):
-    with run_folder.hold_lock(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "renamed")
         (tmp_path / "run").mkdir()
         (tmp_path / "run/lock").write_text("another's")
@@ -294,7 +328,7 @@ def test_the_lock_of_another_run_is_not_deleted(tmp_path):
 
 def hold(out) -> None:
     """Lock `out`, start a child as a data loader does, and wait."""
-    with run_folder.hold_lock(out):
+    with hold_lock(out):
         os.fork()
         time.sleep(60)
 
@@ -311,12 +345,12 @@ def first(tmp_path):
 
 def test_a_folder_stays_locked_until_its_process_dies(first, tmp_path):
     line = rf"is in use by host .+, process {first.pid}: wait"
-    with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "run"):
+    with pytest.raises(UsageError, match=line), hold_lock(tmp_path / "run"):
         pass
     os.kill(first.pid, signal.SIGKILL)
     first.join()
     # although the child, which shares the open files of the first process, is alive
-    with run_folder.hold_lock(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         (tmp_path / "run/written").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
 
@@ -324,18 +358,18 @@ def test_a_folder_stays_locked_until_its_process_dies(first, tmp_path):
 def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     threading.Timer(0.5, first.kill).start()
-    with run_folder.hold_lock(tmp_path / "run", timeout=20):
+    with hold_lock(tmp_path / "run", timeout=20):
         assert (tmp_path / "run/lock").exists()
 
 
 def test_an_unused_lock_leaves_the_folder_unchanged(tmp_path):
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path, tmp_path / "a" / "b"):
-        with run_folder.hold_lock(folder):
+        with hold_lock(folder):
             assert (folder / "lock").exists()
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
     line = "--out .*/file: File exists; choose another"
-    with pytest.raises(UsageError, match=line), run_folder.hold_lock(tmp_path / "file"):
+    with pytest.raises(UsageError, match=line), hold_lock(tmp_path / "file"):
         pass
 
 
@@ -344,7 +378,7 @@ def test_a_dangling_link_is_refused(tmp_path):
     link.symlink_to(tmp_path / "gone")
     line = f"{link} is a link to {tmp_path}/gone, where there is no folder; choose another"
     for out in (link, link / "run"):
-        with pytest.raises(UsageError, match=line), run_folder.hold_lock(out):
+        with pytest.raises(UsageError, match=line), hold_lock(out):
             pass
     assert not (tmp_path / "gone").exists()
 

@@ -16,7 +16,7 @@ from tiktoken_ext import openai_public
 import data
 import prepare
 from runtime import startup_lines
-from runtime.preflight import Origin
+from start import Start
 from text import encode, sources, tokenizer
 
 
@@ -97,12 +97,12 @@ def test_bits_per_byte_of_a_mixture_use_its_shares():
         folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
     val_data = data.Mixture(parts)
-    origin = Origin(path=Path("a"))
     run = resolve("--eval_sequences 1")
-    (said,) = startup_lines.describe_evaluation(run, origin, math.log(2), val_data)
+    start = Start(run.given, path=Path("a"))
+    (said,) = startup_lines.describe_evaluation(run, start, math.log(2), val_data)
     assert f", {1 / 3.5:.6f} bits per byte (" in said
     parts[0].folder.val_bytes = 0  # unknown: its meta.json lacks val_bytes
-    (said,) = startup_lines.describe_evaluation(run, origin, math.log(2), val_data)
+    (said,) = startup_lines.describe_evaluation(run, start, math.log(2), val_data)
     assert ", nan bits per byte (" in said
 
 

@@ -117,7 +117,7 @@ def test_a_tokenizer_file_that_has_changed_is_refused(on_ranks, tokens, tmp_path
         file.write("\n")
     ((status, _, err),) = on_ranks(1, listen, f"{text} 2")
     assert status == 2
-    assert "knows the tokens of another tokenizer: tokenizer.json (crc32 " in err
+    assert "the data's tokenizer tokenizer.json (crc32 " in err
     assert on_ranks(1, listen, f"{text} 2 --allow_changes")[0][0] == 0
 
 

@@ -20,6 +20,7 @@ import torch
 
 import errors
 from model import SIZES
+from tools.common import read_starts
 from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
@@ -140,7 +141,7 @@ def measure(
     commands = torchrun(namespaces, nproc, script)
     # torchrun leaves folders in TMPDIR.
     printed = run_all(commands, out, OMP_NUM_THREADS="1", TMPDIR=str(out.parent))
-    config = json.loads((out / "config.json").read_text())
+    config = read_starts(out)[-1]["config"]
     rows = training_rows(out)
     tokens = rows[0]["tokens"] * config["micro_batch_size"] // config["global_batch_size"]
     limit = products_limit(printed, tokens)

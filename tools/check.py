@@ -43,10 +43,11 @@ import data
 import dist
 import errors
 import metrics
-from runtime import agreement, watchdog
+from dist import Machine
+from runtime import watchdog
 from runtime.watchdog import Watchdog
 from tools import common
-from tools.common import Machine, Run, find_machine, flag_value
+from tools.common import Run, flag_value
 from tools.measuring import fuzz
 from tools.measuring.parity import (
     GRADIENTS,
@@ -94,7 +95,7 @@ class Ranks:
         self.store = world.store.clone()
         # Kept after `alone` leaves it: without torchrun, rank 0's group owns the store's server.
         self.first_group = torch.distributed.group.WORLD
-        device = metrics.device_name(world.device)
+        device = dist.device_name(world.device)
         name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
         self.names = dist.on_all_ranks(lambda: name)
         parent = Path(out or tempfile.gettempdir()).absolute()
@@ -103,21 +104,19 @@ class Ranks:
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         self.folders = common.open_data(flags)
-        self.machine = find_machine(world)
-        self.origin = dist.on_rank0(common.named_origin, flags)
-        if self.origin.path:
-            self.origin = dataclasses.replace(self.origin, step=0, only_weights=True)
+        self.machine = dist.find_machine(world)
+        self.start = dist.on_rank0(common.named_start, flags)
         self.flags = shorten(self.resolve(flags, self.machine))
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
         """Return the run of `flags`, with the model of their checkpoint, if they give one."""
-        return common.resolve(flags, machine, data.facts_of(self.folders), self.origin)
+        return common.resolve(flags, machine, data.facts_of(self.folders), self.start)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
         """Train as parity.train_watched does. A run of the same name continues."""
         run = dataclasses.replace(run, out=str(self.folder / name))
-        return train_watched(run, self.origin, self.folders, world, self.watchdog, seed)
+        return train_watched(run, self.start, self.folders, world, self.watchdog, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """Train on this rank alone; return its run, perturbed ones, and the rehearsed traffic."""
@@ -150,6 +149,7 @@ def shorten(planned: Run) -> dict:
     """Return the flags of a run cut to two blocks and two micro-batches per rank, on its mesh."""
     per_forward = planned.micro_batch_size * planned.dp_size  # sequences of all ranks
     return planned.manifest["config"] | {
+        "model": planned.given.model,  # resolved, it may be the path of a checkpoint
         "n_layer": min(2, planned.n_layer),
         "global_batch_size": GRAD_ACCUM_STEPS * per_forward,
         "profile": None,
@@ -385,7 +385,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
     """Write the results, and the machines and the code that they come from."""
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "code": agreement.source_hash(),
+        "code": common.source_hash(),
         "command": shlex.join(["python", "-m", "tools.check", *options.argv]),
         "ranks": ranks.names,
         "host": collect_env.get_env_info()._asdict(),

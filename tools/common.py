@@ -1,64 +1,54 @@
 """What the commands of tools/ need of the trainer: its flags, its runs and its step.
 
-No other file of tools/ imports config, layout, train or the files with which a start finds its
-checkpoint, so a change of those is a change of this file.
+No other file of tools/ imports config, layout, start or train, so a change of those is a change of
+this file. Commands keep the flags that were given as {name: value}.
 """
 
 from pathlib import Path
 
 import torch
 
+import config
 import data
 import dist
-from config import (
-    BUILTIN,
-    DEFAULTS,
-    Config,
-    blocks_per_unit,
-    build_parser,
-    default_out,
-    flag_value,
-    parse_flags,
-)
+from config import FLAGS, Config, Run, build_parser, default_out
+from data import DataFacts
+from dist import Machine
 from errors import UsageError
-from layout import Run, empty_model, resolve
-from runtime.machine import Machine, find_machine, read_machine
-from runtime.preflight import (
-    NEW_RUN,
-    Origin,
-    find_origin,
-    prepare_builtin,
-    read_model,
-    read_named,
-    recorded_values,
-)
-from runtime.run_folder import checkpoints_at, newest_checkpoint, read_starts
+from layout import empty_model
 from runtime.startup_lines import say
+from start import (
+    Start,
+    checkpoints_at,
+    find_start,
+    newest_checkpoint,
+    read_model,
+    read_starts,
+    source_hash,
+    with_weights,
+)
+from start import open_data as open_folders
 from train import MicroBatches, State, build, load, local_train_indices, train, train_step
 
 __all__ = [
     # flags
-    "DEFAULTS",
-    "Config",
-    "blocks_per_unit",
+    "FLAGS",
     "build_parser",
     "default_out",
     "flag_value",
     "parse_flags",
     # a run
     "NEW_RUN",
-    "Machine",
-    "Origin",
     "Run",
+    "Start",
     "fake_machine",
-    "find_machine",
-    "find_origin",
-    "named_origin",
+    "find_start",
+    "named_start",
     "open_data",
-    "read_machine",
-    "recorded_origin",
-    "recorded_values",
+    "recorded_flags",
+    "recorded_model",
     "resolve",
+    "source_hash",
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
@@ -75,35 +65,55 @@ __all__ = [
     "train_step",
 ]
 
-
-def named_origin(flags: dict) -> Origin:
-    """Return the checkpoint that --init_from names, or NEW_RUN without this flag."""
-    named = flags.get("init_from")
-    return read_named(flags, named, damaged={}) if named else NEW_RUN
+NEW_RUN = Start(Config())
 
 
-def recorded_origin(out: Path, start: dict) -> Origin:
-    """Return the origin for `resolve` to resolve a start of `out` again. Raises UsageError.
+def parse_flags(parser, argv: list[str]) -> dict:
+    """Return {name: value} of the flags of --config FILE and the typed ones. Raises UsageError.
 
-    The recorded values count as kept, not as typed: a typed warmup_steps must not exceed max_steps,
-    but a default that was recorded may.
+    `parser` has the flags of `build_parser`, and those of a command.
     """
-    values = recorded_values(start)
-    if unknown := values.keys() - DEFAULTS.keys():
+    return config.merge(config.parse_layers(parser, argv))
+
+
+def flag_value(flags: dict, name: str):
+    """Return the flag as given, else its default."""
+    return flags.get(name, FLAGS[name].default)
+
+
+def resolve(flags: dict, machine: Machine, facts: DataFacts, start: Start = NEW_RUN) -> Run:
+    """Return the run of `flags`, with the model of the checkpoint of `start`, if it has one."""
+    return config.resolve(Config(**flags), machine, facts, start.kept, start.model_config)
+
+
+def named_start(flags: dict) -> Start:
+    """Return the start with the weights that --init_from names, or NEW_RUN without this flag."""
+    named = flags.get("init_from")
+    if not named:
+        return NEW_RUN
+    return with_weights(Start(Config(**flags)), checkpoints_at(Path(named))[-1], damaged={})
+
+
+def recorded_flags(out: Path, start: dict) -> dict:
+    """Return the flags of a row of starts.jsonl, but its model. Raises UsageError."""
+    values = {name: value for name, value in start["config"].items() if value is not None}
+    if unknown := values.keys() - FLAGS.keys():
         raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
-    return Origin(model_config=read_model(out, start), kept_values=values)
+    return {name: value for name, value in values.items() if name != "model"}
+
+
+def recorded_model(out: Path, start: dict) -> Start:
+    """Return the start with the model of a row of starts.jsonl. Raises UsageError."""
+    return Start(Config(), model_config=read_model(out, start))
 
 
 def open_data(flags: dict) -> list[data.TokenFolder]:
     """Open the data of a planned run on all ranks; prepare the built-in data if it is missing."""
-    path = flag_value(flags, "data")
-    if path == BUILTIN:
-        dist.on_rank0(prepare_builtin)
-    return data.open_folders(path)
+    return open_folders(flag_value(flags, "data"))
 
 
 def fake_machine(world_size: int, local_size: int | None = None) -> Machine:
     """Return a machine of this host's hardware with other numbers of ranks."""
     local_size = local_size or world_size
     device = torch.device("cpu")
-    return read_machine(dist.World(0, world_size, 0, local_size, device, None, None))
+    return dist.read_machine(dist.World(0, world_size, 0, local_size, device, None, None))

@@ -104,7 +104,7 @@ def read(folder: str, name: str) -> Log:
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not the folder of a run that has started: {error}") from None
     for start in read_starts(run)[-1:]:
-        config |= start["config"]  # includes the defaults, which config.json leaves out
+        config |= start["config"]  # with the defaults, which config.json leaves to a start
     rows = [row for row in read_rows(run / "metrics.jsonl") if "end" not in row]
     training, val = with_times(rows)
     if not training:

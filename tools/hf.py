@@ -268,7 +268,7 @@ def read_sizes(hf: dict) -> dict[str, int]:
     """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
     sizes = {ours: hf[field] for ours, field in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
-    limits = {field.name: field.metadata["lt"] for field in dataclasses.fields(common.Config)}
+    limits = {name: flag.below for name, flag in common.FLAGS.items()}
     for name, size in sizes.items():
         below = min(limits.get(name, 2**32), 2**32)
         if type(size) is not int or not 1 <= size < below:

@@ -26,7 +26,7 @@ from errors import UsageError
 from model import SIZES
 from tools import common
 from tools.bench import add_flags, count
-from tools.common import Origin, Run, flag_value, recorded_origin
+from tools.common import Run, Start, flag_value
 from tools.compare import read
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
@@ -107,18 +107,18 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
         return request, options, measured
     flags.setdefault("out", common.default_out(flags))
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
-    origin = common.named_origin(flags)
-    request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
+    start = common.named_start(flags)
+    request = Request(flags, cluster, read_facts(flags, typed, start), start)
     predict.peak_flops(cluster, request.resolve())  # raises early if the speed is unknown
     return request, options, None
 
 
-def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
+def read_facts(flags: dict, typed: set[str], start: Start) -> DataFacts:
     """Return the facts of the token folder, or without one, those that follow from the model."""
     path = flag_value(flags, "data")
     if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
         return data.facts_of(data.open_folders(path))
-    model_config = origin.model_config or SIZES[flag_value(flags, "model")]
+    model_config = start.model_config or SIZES[flags.get("model") or "tiny"]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
 
 
@@ -163,7 +163,8 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run longer")
-    origin = recorded_origin(Path(folder), start)
+    flags = common.recorded_flags(Path(folder), start) | flags
+    recorded = common.recorded_model(Path(folder), start)
     on_device = max(row["peak_device_memory"] for row in rows)
     device_type = "cpu"
     if on_device:
@@ -179,7 +180,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
         save=median_or_none(saves),
         restart=median_or_none(restarts(log.rows, starts)),
     )
-    return Request(flags, cluster, facts, origin), measured
+    return Request(flags, cluster, facts, recorded), measured
 
 
 def restarts(rows: list[dict], starts: list[dict]) -> list[float]:

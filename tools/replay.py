@@ -9,6 +9,7 @@ As many ranks as the run had repeat it bit for bit on CPUs. Nothing is written.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
@@ -36,7 +37,7 @@ from model import eval_mode
 from runtime.watchdog import SLOW_FACTOR, Watchdog
 from text import tokenizer
 from tools import common
-from tools.common import DEFAULTS, Origin, Run, State, read_machine, recorded_origin, say
+from tools.common import NEW_RUN, Run, State, flag_value, say
 from tools.compare import read_rows, relative_difference
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
@@ -137,8 +138,7 @@ class Replay:
 
     def resolve(self, start: dict) -> Run:
         """Return the run of a start on these ranks. Raises UsageError."""
-        origin = recorded_origin(self.out, start)
-        flags = {"num_workers": 0, "profile": None}
+        flags = common.recorded_flags(self.out, start) | {"num_workers": 0, "profile": None}
         if self.world.size == 1:
             flags |= ALONE
         elif self.world.size != start["ranks"]:
@@ -146,7 +146,8 @@ class Replay:
                 f"{self.out} ran on {plural(start['ranks'], 'rank')} after step {start['step']}, "
                 f"not on {self.world.size}: start as many, or one process without torchrun"
             )
-        return common.resolve(flags, read_machine(self.world), self.facts, origin)
+        recorded = common.recorded_model(self.out, start)
+        return common.resolve(flags, dist.read_machine(self.world), self.facts, recorded)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
         """Group the steps `first` to `last` by the start that trained them: (its run, steps)."""
@@ -168,19 +169,20 @@ class Replay:
             saved = dist.on_rank0(checkpoint.list_checkpoints, self.out)  # a live run saves more
             saved = [path for path in saved if checkpoint.step_of(path) < last]
             path = next((path for path in reversed(saved) if path not in passed_over), None)
-            origin = Origin(path, step=checkpoint.step_of(path) if path else 0)
+            step = checkpoint.step_of(path) if path else 0
+            begin = dataclasses.replace(NEW_RUN, path=path, step=step)
             first = self.starts[0]
             if not path and (first["step"] > 0 or first["config"].get("init_from")):
                 raise UsageError(
                     f"{self.out} began with the weights of another run, and has no checkpoint "
                     f"from before step {last}: give a later step"
                 )
-            (run, _), *_ = self.segments(origin.step + 1, last)  # resolves all: it may refuse one
+            (run, _), *_ = self.segments(begin.step + 1, last)  # resolves all: it may refuse one
             try:
                 with dist.raise_on_all_ranks():
                     if path and (problem := checkpoint.verify(path, world.rank, world.size)):
                         raise CheckpointError(problem)
-                count = last - origin.step
+                count = last - begin.step
                 distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
                 estimate = "time unknown: the log has no row"
                 if step_time:
@@ -188,7 +190,7 @@ class Replay:
                     estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
                 say(world, [f"step {last} of {self.out}: {distance}, {estimate}"])
                 state, forward = common.build(run, self.mesh)
-                common.load(state, origin, self.mesh, self.watchdog)
+                common.load(state, begin, self.mesh, self.watchdog)
                 return state, forward
             except (CheckpointError, dist.RankError) as error:
                 say(world, [f"passed over {path}: {error}"])
@@ -354,12 +356,13 @@ def run(argv: list[str]) -> None:
         nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"
         print(*(list(describe_spikes(args.run, rows)) or [nothing]), sep="\n")
         return
-    values = DEFAULTS | common.recorded_values(start_of(starts, args.step))
-    device = "cpu" if values["device"] == "cpu" else "auto"
-    timeout = timedelta(seconds=values["timeout"])
+    values = start_of(starts, args.step)["config"]
+    device = "cpu" if flag_value(values, "device") == "cpu" else "auto"
+    seconds = flag_value(values, "timeout")
+    timeout = timedelta(seconds=seconds)
     world = dist.start(device, SLOW_FACTOR * timeout, timeout, lazy=True)
     try:
-        with Watchdog(world.store, world.rank, world.size, values["timeout"]) as watchdog:
+        with Watchdog(world.store, world.rank, world.size, seconds) as watchdog:
             replay = Replay(args, starts, world, watchdog)
             with loss_parallel():  # under tp, as in train.py
                 repeat(replay, args.step, rows)

@@ -76,6 +76,7 @@ ROWS = {
         4, f"{FSDP} {NO_RESHARD} {RECOMPUTE} selective --grad_sync micro_batch", 2
     ),
     "hsdp4-shard": Row(4, f"{HSDP} --grad_sync shard", 2),
+    "fsdp2-shard": Row(2, f"{FSDP} --grad_sync shard", 2),
     "hsdp4-micro_batch": Row(4, f"{HSDP} --grad_sync micro_batch", 2),
     "hsdp4-bfloat16": Row(4, HSDP, 1, "bfloat16"),
     "fsdp2-adaptive": Row(2, "--strategy fsdp --wrap block_group:2", 1, "adaptive"),
@@ -281,6 +282,12 @@ SENT = {
     "fsdp2-none": {
         ("allgather", 2): (4, 4 * 4 * P),
         ("reducescatter", 2): (1, 4 * P),
+        ("allreduce", 2): NORM,
+    },
+    # Without replicas, shard is micro_batch.
+    "fsdp2-shard": {
+        ("allgather", 2): (2 * 4, 2 * 4 * (P + BLOCK)),
+        ("reducescatter", 2): (2 * 3, 2 * 4 * P),
         ("allreduce", 2): NORM,
     },
     "fsdp4-micro_batch": {

@@ -172,13 +172,13 @@ ROWS = [(schedule, step, lr) for schedule, row in RATES.items() for step, lr in 
 
 @pytest.mark.parametrize("schedule, step, lr", ROWS)
 def test_the_learning_rate_of_a_step(schedule, step, lr):
-    settings = optim.Settings(1.0, max_steps=10, warmup_steps=2, min_lr=0.1, schedule=schedule)
+    settings = optim.Settings(lr=1.0, max_steps=10, warmup_steps=2, min_lr=0.1, schedule=schedule)
     assert optim.learning_rate(step, settings) == pytest.approx(lr, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", RATES)
 def test_without_warm_up_the_first_step_has_the_peak_learning_rate(schedule):
-    settings = optim.Settings(0.3, max_steps=1, schedule=schedule)
+    settings = optim.Settings(lr=0.3, max_steps=1, warmup_steps=0, schedule=schedule)
     assert optim.learning_rate(1, settings) == pytest.approx(0.3)
 
 
@@ -602,7 +602,7 @@ def test_a_run_logs_the_loss_of_the_sequences_and_weights_of_a_step(counted, tok
 
 
 def test_a_run_uses_the_learning_rate_of_each_step(counted):
-    settings = optim.Settings(3e-3, max_steps=5, warmup_steps=1, schedule="linear")
+    settings = optim.Settings(lr=3e-3, max_steps=5, warmup_steps=1, schedule="linear")
     expected = [optim.learning_rate(step, settings) for step in range(1, 6)]
     assert [row["lr"] for row in counted[5].run.rows()] == pytest.approx(expected)
 
@@ -676,7 +676,7 @@ def train_net(strategy: str, out: Path, start_step: int, max_steps: int) -> list
     with torch.device("meta"):
         net = Net()
     forward = dist.parallelize(net, mesh, strategy, init=fill)
-    settings = optim.Settings(lr=0.05, max_steps=max_steps, weight_decay=0.0)
+    settings = optim.Settings(lr=0.05, max_steps=max_steps, warmup_steps=0, weight_decay=0.0)
     optimizer = make_optimizer(net.named_parameters(), settings)
     weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
     state = {"model": weights, "optimizer": optimizer.state()}

@@ -24,7 +24,7 @@ from data import TokenFolder
 from runtime.watchdog import Watchdog
 from tools import common
 from tools.bench import three_digits
-from tools.common import Origin, Run, State
+from tools.common import Run, Start, State
 from tools.compare import read_rows
 
 PERTURBED, SPREADS = 3, 8
@@ -86,7 +86,7 @@ class RunLog:
 
 def train_watched(
     run: Run,
-    origin: Origin,
+    start: Start,
     folders: list[TokenFolder],
     world: dist.World,
     watchdog: Watchdog,
@@ -94,7 +94,7 @@ def train_watched(
 ) -> RunLog:
     """Train as train.py does. With a `seed`, start from weights that are moved by an ulp.
 
-    The run continues if its folder has a checkpoint, else it starts at `origin`.
+    The run continues if its folder has a checkpoint, else it starts at `start`.
     """
     squares = Counter()
 
@@ -106,11 +106,11 @@ def train_watched(
         if not run.compile:
             squares = sum_outputs(state)
 
-    found = common.find_origin({"out": run.out}, world)
+    found = common.find_start(["--out", run.out], world)
     with loss_parallel(), contextlib.redirect_stdout(None):
         common.train(
             run,
-            found if found.path else origin,
+            found if found.path else start,
             folders,
             world,
             watchdog,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import dist
 from data import DataFacts
+from dist import Machine
 from errors import UsageError
-from tools.common import NEW_RUN, Machine, Origin, Run, resolve
+from tools.common import NEW_RUN, Run, Start, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
@@ -157,14 +158,14 @@ class Cluster:
 class Request:
     """A run of train.py planned for a cluster."""
 
-    flags: dict  # as config.parse returns them
+    flags: dict  # as common.parse_flags returns them
     cluster: Cluster
     data_facts: DataFacts
-    origin: Origin = NEW_RUN  # the checkpoint of --init_from, or the run of --run
+    start: Start = NEW_RUN  # the checkpoint of --init_from, or the run of --run
 
     def resolve(self) -> Run:
         """Return the run on the cluster. Raises UsageError and MeshError."""
-        return resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
+        return resolve(self.flags, self.cluster.machine, self.data_facts, self.start)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:

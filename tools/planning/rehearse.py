@@ -221,7 +221,7 @@ def run_layers(run: Run, world: dist.World) -> Rehearsal:
         return run_step(dataclasses.replace(run, n_layer=n_layer, model_config=model_config), mesh)
 
     n_layer = run.n_layer
-    unit = common.blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
+    unit = dist.blocks_per_unit(run.wrap) or n_layer  # one unit: nothing repeats
     more = n_layer // unit - REHEARSED_UNITS  # units to add
     few = n_layer - more * unit
     found = None

@@ -1,0 +1,549 @@
+"""Where a run begins: its checkpoint, its flags, its lock, and what all ranks must agree on.
+
+    newest intact checkpoint in OUT? All ranks verify; damaged ones are passed over.
+      yes   continue: its step, weights and optimizer; the run's flags, then those typed now
+      no    with OUT/config.json, begin again at step 0; else a new run
+            with --init_from, typed or in config.json: the weights of the newest checkpoint there
+
+OUT/config.json      the flags as given, in this start or an earlier one; editing it is typing them
+    starts.jsonl     one row per start: when, where, from which step, the resolved run
+    metrics.jsonl    one row per log_interval, evaluation and checkpoint
+    optim.jsonl      one row per parameter, with --optim_metrics_interval
+    checkpoints/     see checkpoint.py
+    profile/         with --profile
+    wandb/           with --tracker wandb
+    lock             exists while a run writes to the folder
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch.distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+import checkpoint
+import config
+import data
+import dist
+from checkpoint import CheckpointError, PathError
+from config import FLAGS, SIZE_FLAGS, Config, Run
+from errors import RunError, UsageError
+from metrics import read_lines, read_log, replace_file
+from model import ModelConfig
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoint and the flags of a start
+
+
+@dataclass(frozen=True)
+class Start:
+    """The flags of a start and the checkpoint that it uses; `path` is None for initial weights."""
+
+    given: Config
+    path: Path | None = None
+    manifest: dict = field(default_factory=dict)  # of the checkpoint
+    step: int = 0  # the steps done before this start
+    tokens: int = 0  # of these steps
+    only_weights: bool = False  # with --init_from or --eval_only
+    model_config: ModelConfig | None = None  # of the checkpoint
+    kept: dict = field(default_factory=dict)  # see config.resolve
+    damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
+    sources: dict[str, str] = field(default_factory=dict)  # where each flag was given
+    first_start: datetime | None = None  # of the run in --out
+
+
+def find_start(argv: list[str], world: dist.World) -> Start:
+    """Find the flags of a start and its checkpoint. All ranks call it and get rank 0's result.
+
+    The checkpoints of --out take precedence over --init_from, so that the same command can be
+    repeated, even if the folder of --init_from was removed. Raises UsageError, PathError and
+    CheckpointError on all ranks.
+    """
+    typed = dist.on_rank0(config.parse, argv)
+    if typed.eval_only:
+        named = Path(typed.init_from or typed.out)
+        path, damaged = newest_intact(dist.on_rank0(checkpoints_at, named), world)
+        return dist.on_rank0(with_checkpoint, argv, run_of(path), path, damaged, True)
+    out = Path(typed.out)
+    saved = dist.on_rank0(checkpoint.list_checkpoints, out)
+    if saved:
+        path, damaged = newest_intact(saved, world)
+        return dist.on_rank0(with_checkpoint, argv, out, path, damaged, False)
+    start = dist.on_rank0(without_checkpoint, argv, out)
+    if start.given.init_from is None:
+        return start
+    named = Path(start.given.init_from)
+    path, damaged = newest_intact(dist.on_rank0(checkpoints_at, named), world)
+    return dist.on_rank0(with_weights, start, path, damaged)
+
+
+def newest_intact(paths: list[Path], world: dist.World) -> tuple[Path, dict[Path, str]]:
+    """Return the last of `paths` that is intact, and the problems of those after it.
+
+    Each rank verifies some of the files. Raises CheckpointError if no checkpoint is intact.
+    """
+    damaged = {}
+    for path in reversed(paths):
+        problems = dist.on_all_ranks(checkpoint.verify, path, world.rank, world.size)
+        if not any(problems):
+            return path, damaged
+        damaged[path] = next(filter(None, problems))
+    listed = "; ".join(f"{path}: {problem}" for path, problem in damaged.items())
+    raise CheckpointError(
+        f"no checkpoint to use: {listed}; restore one, or name another checkpoint"
+    )
+
+
+def with_checkpoint(
+    argv: list[str], out: Path, path: Path, damaged: dict[Path, str], only_weights: bool
+) -> Start:
+    """Return the start that continues the run `out` from `path`, or evaluates its weights."""
+    manifest = checkpoint.read_manifest(path)
+    recorded = manifest.get("config", {})
+    kept = {name: recorded.get(name) for name, flag in FLAGS.items() if flag.kind == "part"}
+    if only_weights:  # it fitted in memory
+        kept["micro_batch_size"] = recorded.get("micro_batch_size")
+    return dataclasses.replace(
+        with_flags(argv, out, read_saved(out, path, manifest)),
+        path=path,
+        manifest=manifest,
+        step=0 if only_weights else manifest["step"],
+        tokens=0 if only_weights else manifest.get("tokens", 0),
+        only_weights=only_weights,
+        model_config=read_model(path, manifest),
+        kept={name: value for name, value in kept.items() if value is not None},
+        damaged=damaged,
+    )
+
+
+def without_checkpoint(argv: list[str], out: Path) -> Start:
+    """Return the start of a new run, or of one that begins again. Raises UsageError."""
+    saved = read_saved(out)
+    rows = read_log(out / "metrics.jsonl")
+    logged = [row["step"] for row in rows if row.get("event") == "checkpoint"]
+    if logged:
+        raise UsageError(
+            f"cannot continue --out {out}: its checkpoint of step {logged[-1]} is missing: "
+            "restore it, or choose another --out"
+        )
+    if rows and config.merge(saved).get("checkpoint") == "none":
+        raise UsageError(
+            f"cannot continue --out {out}: its run has --checkpoint none: choose another --out"
+        )
+    return with_flags(argv, out, saved)
+
+
+def with_flags(argv: list[str], out: Path, saved: dict[str, dict]) -> Start:
+    """Return the start of a new run in `out` with the flags of `saved`, then those typed now."""
+    starts = read_starts(out)
+    return Start(
+        given=config.parse(argv, saved),
+        sources=config.sources(argv, saved),
+        first_start=datetime.fromisoformat(starts[0]["time"]) if starts else None,
+    )
+
+
+def with_weights(start: Start, path: Path, damaged: dict[Path, str]) -> Start:
+    """Return the start of a new run with the weights of the checkpoint `path`."""
+    manifest = checkpoint.read_manifest(path)
+    name = manifest.get("config", {}).get("model", start.given.init_from)
+    return dataclasses.replace(
+        start,
+        path=path,
+        manifest=manifest,
+        only_weights=True,
+        model_config=read_model(path, manifest),
+        kept={"model": name},
+        damaged=damaged,
+    )
+
+
+def read_saved(out: Path, path: Path | None = None, manifest: dict | None = None) -> dict:
+    """Return {file: flags} of the run `out`, whose newest checkpoint, if any, is `path`.
+
+    Flags that the checkpoint records, but this code does not know, are left to `compare`. Raises
+    UsageError.
+    """
+    known_there = (manifest or {}).get("config", {})
+    ignored = tuple(name for name in known_there if name not in FLAGS)
+    file = out / "config.json"
+    if file.exists():
+        return {str(file): config.read_flags(file, str(file), ignored)}
+    if path is None or "given" not in manifest:  # tools.hf writes manifests without flags
+        return {}
+    return {str(path): config.check_flags(manifest["given"], str(path), ignored)}
+
+
+def read_model(path: Path, manifest: dict) -> ModelConfig:
+    """Return the model in the manifest of the checkpoint `path`. Raises UsageError."""
+    if "model" not in manifest:
+        raise UsageError(f"{path} is not a checkpoint of train.py: its manifest.json lacks 'model'")
+    try:
+        return ModelConfig.from_dict(manifest["model"])
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be used: {error}") from None
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoint `path`, or all checkpoints of the run folder `path`, oldest first.
+
+    Raises PathError if there are none.
+    """
+    found = checkpoint.list_checkpoints(path)
+    if not found and (path / "manifest.json").is_file():
+        found = [path]
+    if not found:
+        remedy = "name a run folder such as runs/tiny, or a checkpoint in one"
+        raise PathError(f"{path} contains no checkpoint: {remedy}")
+    return found
+
+
+def newest_checkpoint(named: Path) -> Path:
+    """Return the checkpoint `named`, or the newest one of the run `named`, after verifying it.
+
+    Raises PathError, and CheckpointError if it is damaged.
+    """
+    path = checkpoints_at(named)[-1]
+    if problem := checkpoint.verify(path):
+        raise CheckpointError(f"{path}: {problem}; name another checkpoint")
+    return path
+
+
+def run_of(path: Path) -> Path:
+    """Return the run folder of a checkpoint; of one outside a run folder, the checkpoint itself."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+# --------------------------------------------------------------------------------------------------
+# What has changed since the checkpoint
+
+# What `find_changes` compares beside flags and the parts of the model
+FINGERPRINT, TOKENIZER, MESH = "the data's fingerprint", "the data's tokenizer", "the mesh"
+# The weights of a model fit no other model. They fit sequences of any length.
+SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"seq_len"}
+NOT_FLAGS = SHAPE | {"seq_len", FINGERPRINT, TOKENIZER, MESH}
+
+
+def compare(start: Start, run: Run, folder: data.TokenFolder) -> list[str]:
+    """Return a line for each difference between the checkpoint's run and this start's `run`.
+
+    `folder` is the first one of the run's data. Raises UsageError for a changed part of the run
+    without --allow_changes, and for a model that the weights do not fit. If a start uses only the
+    weights, only the model and the tokenizer are compared.
+    """
+    if start.path is None:
+        return []
+    changes = find_changes(start, run, folder)
+    fixed = changes.keys() & (SHAPE | {"model"})
+    parts = {name for name in changes if name not in FLAGS or FLAGS[name].kind == "part"} - {MESH}
+    refused = fixed if run.allow_changes else fixed | parts
+    if not refused:
+        return list(changes.values())
+    lines = []
+    for name in filter(refused.__contains__, changes):  # in the order of the flags
+        source = start.sources.get(name) or (name in SHAPE and start.sources.get("model"))
+        lines.append(f"{changes[name]} ({source})" if source else changes[name])
+    does = "use the weights of" if start.only_weights else "continue from"
+    remedy = "change that back"
+    if not start.only_weights:
+        remedy += ", choose another --out"
+    if fixed:
+        remedy += ": weights fit only their own model"
+    else:
+        remedy += ", or give --allow_changes in each start until one has saved a checkpoint"
+    raise UsageError(f"cannot {does} {start.path}: {', '.join(lines)}; {remedy}")
+
+
+def find_changes(start: Start, run: Run, folder: data.TokenFolder) -> dict[str, str]:
+    """Return a line for each property of the run that differs from the checkpoint's, by name."""
+    old = properties(start.manifest) | dataclasses.asdict(start.model_config)
+    new = properties(run.manifest) | run.manifest["model"]
+    new[TOKENIZER] = describe_tokenizer(folder.tokenizer_name, crc32_of(folder))
+    if "tokenizer" in start.manifest:  # other programs than train.py may call save_state
+        old[TOKENIZER] = tokenizer_of(start.manifest)
+    changes = {}
+    for name in {**old, **new}:
+        if start.only_weights and name not in SHAPE | {TOKENIZER}:
+            continue
+        before, now = old.get(name), new.get(name)
+        if name not in old:  # a flag that the checkpoint's code did not have had its default
+            before = FLAGS[name].default if name in FLAGS else now
+            before = now if before in (None, "auto") else before  # which was computed
+        if now == before:
+            continue
+        label = name if name in NOT_FLAGS else f"--{name}"
+        changes[name] = f"{label} {before} -> {now if name in new else 'unknown to this code'}"
+        if name in (FINGERPRINT, TOKENIZER):  # name the folders as well
+            folders = f"{start.manifest.get('config', {}).get('data')} -> {run.data}"
+            changes[name] += f" (--data {folders})"
+    return changes
+
+
+def properties(manifest: dict) -> dict:
+    """Return what `find_changes` compares, by name: flags, the mesh and the data's fingerprint.
+
+    Sizes are compared as parts of the model. init_from only says where a run began.
+    """
+    left_out = {name for name, flag in FLAGS.items() if flag.kind == "once"}
+    left_out |= {"init_from", *SIZE_FLAGS}
+    values = manifest.get("config", {})
+    found = {name: value for name, value in values.items() if name not in left_out}
+    if values:
+        found[MESH] = " x ".join(f"{axis} {values[axis]}" for axis in dist.AXES)
+    return found | {FINGERPRINT: manifest.get("data")}
+
+
+def tokenizer_of(manifest: dict) -> str:
+    """Describe the tokenizer that a checkpoint records."""
+    name = manifest["tokenizer"]
+    return describe_tokenizer(name, manifest["files"].get(name, {}).get("crc32"))
+
+
+def crc32_of(folder: data.TokenFolder) -> str | None:
+    """Return the checksum of the folder's tokenizer file, if it has one."""
+    for contents in folder.tokenizer_file.values():
+        return f"{zlib.crc32(contents):08x}"
+    return None
+
+
+def describe_tokenizer(name: str | None, crc32: str | None) -> str:
+    """A tokenizer is identified by its name, and by the checksum of its file if it has one."""
+    if name is None:
+        return "an unknown tokenizer"
+    return f"{name} (crc32 {crc32})" if crc32 else name
+
+
+# --------------------------------------------------------------------------------------------------
+# The data
+
+
+def open_data(path: str) -> list[data.TokenFolder]:
+    """Open the folders of --data on all ranks, and prepare the built-in data if it is missing.
+
+    Raises the errors of data.open_folders and of text.tokenizer on all ranks.
+    """
+    if path == FLAGS["data"].default:
+        dist.on_rank0(prepare_builtin, Path(path))
+    with dist.raise_on_all_ranks():
+        folders = data.open_folders(path)
+        if torch.distributed.get_rank() == 0 and folders[0].tokenizer_file:
+            from text import tokenizer  # most token folders have no such file
+
+            folder = folders[0]
+            tokenizer.find_in_folder(
+                folder.path.absolute(), folder.tokenizer_name, folder.vocab_size
+            )
+    return folders
+
+
+def prepare_builtin(path: Path) -> None:
+    """Prepare the built-in data unless it exists."""
+    if not path.exists():
+        import prepare  # other data needs neither this file nor those of text/
+
+        prepare.prepare(None, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# What all ranks must agree on
+
+
+def compare_ranks(argv: list[str], folders: list[data.TokenFolder]) -> list[str]:
+    """Return a line for each rank that was started with other flags or code than rank 0.
+
+    All ranks use rank 0's flags. All ranks call it; it raises UsageError on all of them if a rank
+    has other data.
+    """
+    typed = hashlib.sha256(json.dumps(argv).encode()).hexdigest()
+    fingerprint = data.facts_of(folders).fingerprint
+    ranks = dist.on_all_ranks(lambda: (typed, source_hash(), fingerprint))
+    lines = []
+    for rank, (other_typed, other_source, other_fingerprint) in enumerate(ranks):
+        if other_fingerprint != ranks[0][2]:
+            raise UsageError(
+                f"rank {rank} has other data than rank 0: the fingerprints are "
+                f"{other_fingerprint} and {ranks[0][2]}; give all ranks the same data"
+            )
+        if other_typed != ranks[0][0]:
+            lines.append(f"rank {rank} was started with other flags; those of rank 0 are used")
+        if other_source != ranks[0][1]:
+            lines.append(f"rank {rank} runs other code than rank 0")
+    return lines
+
+
+def refuse_shared_sequences(mesh: DeviceMesh, first_indices: Iterable[int]) -> None:
+    """Raise UsageError on all ranks if two dp ranks read a sequence, or a tp group different ones.
+
+    `first_indices` are the sequences that this rank reads first. All ranks call it.
+    """
+    replicate_rank, shard_rank, _ = mesh.get_coordinate()
+    local = f"dp_replicate {replicate_rank}, dp_shard {shard_rank}", list(first_indices)
+    indices_of: dict[str, list[int]] = {}  # of each place on the mesh
+    reader_of: dict[int, str] = {}  # of each sequence
+    for rank, (place, indices) in enumerate(dist.on_all_ranks(lambda: local)):
+        if indices != indices_of.setdefault(place, indices):
+            raise UsageError(
+                f"rank {rank} reads the sequences {indices} first, but another rank of its tp "
+                f"group, {place}, reads {indices_of[place]}"
+            )
+        for index in indices:
+            if place != reader_of.setdefault(index, place):
+                raise UsageError(
+                    f"sequence {index} is read twice: by {reader_of[index]} and, on rank {rank}, "
+                    f"by {place}"
+                )
+
+
+def source_hash(root: Path = Path(__file__).parent) -> str:
+    """Return a hash of the paths and contents of a run's Python files: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
+        for path in sorted(root.glob(pattern)):
+            digest.update(f"{path.relative_to(root)}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# --------------------------------------------------------------------------------------------------
+# The lock
+
+
+@dataclass(frozen=True)
+class Lock:
+    """OUT/lock, which this process holds."""
+
+    path: Path
+    descriptor: int  # of rank 0's open file
+
+    def is_lost(self) -> bool:
+        """Whether the folder was moved or removed: then another run may use its name."""
+        return not is_at(self.path, self.descriptor)
+
+    def raise_if_lost(self) -> None:
+        """Raise RunError if the folder was moved or removed."""
+        if self.is_lost():
+            raise RunError(
+                f"{self.path.parent} was moved or removed while the run trained. The run ends and "
+                "writes nothing more, because another run may use this name. To continue this one, "
+                "give its folder's new name to --out"
+            )
+
+
+@contextlib.contextmanager
+def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
+    """Hold OUT/lock, so that only this run writes to OUT; the process's death releases it.
+
+    Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
+    3 seconds for another run to end: a killed process keeps its lock until its last thread has
+    ended. After a restart by torchrun, waits up to `timeout` seconds, since a shared file system
+    may release the lock of a lost host late. Raises UsageError if another run keeps the lock.
+    """
+    path = out / "lock"
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    deadline = time.monotonic() + (timeout if is_restart else min(timeout, 3.0))
+    while True:
+        try:
+            new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+            out.mkdir(parents=True, exist_ok=True)
+            if (descriptor := try_lock(path)) is not None:
+                break
+        except OSError as error:
+            why = error.strerror
+            if isinstance(error, FileExistsError) and os.path.islink(error.filename):
+                link = error.filename
+                why = f"{link} is a link to {os.readlink(link)}, where there is no folder"
+            raise UsageError(f"--out {out}: {why}; choose another --out") from None
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"--out {out} is in use by {path.read_text() or 'another run'}: "
+                "wait until it ends or choose another --out"
+            )
+        time.sleep(1)
+    name = f"host {socket.gethostname()}, process {os.getpid()}"
+    with contextlib.suppress(OSError):  # disk full: leave the owner's name out
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, name.encode())
+    try:
+        yield Lock(path, descriptor)
+    finally:
+        # Remove the file before the lock is released: later it may be another run's lock. If this
+        # folder was renamed meanwhile, a file at `path` belongs to another run: leave it.
+        if is_at(path, descriptor):
+            path.unlink()
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # not empty
+            for folder in new_folders:  # innermost first
+                folder.rmdir()
+
+
+def try_lock(path: Path) -> int | None:
+    """Create and lock the file `path`; return its open descriptor, or None if it is locked.
+
+    A POSIX record lock: the kernel releases it when its process ends, even by kill -9. Unlike
+    a flock lock, it is not inherited by child processes, which may outlive their parent (for
+    example data loader workers). It works between hosts on NFS and Lustre. Closing any descriptor
+    of the file releases it. If the file system does not support locks, warns and continues.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(descriptor)
+            return None
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(f"{path}: no locks on this file system: do not start another run there")
+    # The last owner may have removed or renamed the file since this process opened it.
+    if is_at(path, descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether `path` refers to the open file `descriptor`."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+# --------------------------------------------------------------------------------------------------
+# The record of a start
+
+
+def read_starts(out: Path) -> list[dict]:
+    rows = [row for _, row in read_lines(out / "starts.jsonl") if isinstance(row, dict)]
+    rows = [row for row in rows if row.keys() >= {"time", "step", "config"}]
+    return [row for row in rows if isinstance(row["config"], dict)]
+
+
+def record_start(
+    out: Path, manifest: dict, world: dist.World, step: int, started: datetime
+) -> None:
+    """Write config.json and a row of starts.jsonl for this start, which follows step `step`."""
+    logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
+    start = {
+        **manifest,
+        "time": started.isoformat(),
+        "last_logged": logged[-1]["time"] if logged else None,
+        "host": socket.gethostname(),
+        "ranks": world.size,
+        "ranks_per_host": world.local_size,
+        "device": dist.device_name(world.device),
+        "step": step,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    starts = [*read_starts(out), start]
+    replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
+    replace_file(out / "config.json", json.dumps(manifest["given"], indent=2) + "\n")
