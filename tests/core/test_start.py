@@ -523,6 +523,16 @@ def test_a_start_trains_the_steps_that_are_left(row, judge):
     judge(*row)
 
 
+def test_tokens_are_counted_with_the_batch_that_each_step_had(judge):
+    """Two steps have 8 sequences of 16 tokens, and two later ones have 16 sequences."""
+    judge(
+        trained("--global_batch_size 16 --max_steps 3 --allow_changes", steps=[1, 2, 3]),
+        bare("--max_steps 4", steps=[1, 2, 3, 4]),
+    )
+    tokens = column(judge.place.root / "run", "tokens")
+    assert tokens == {1: 128, 2: 256, 3: 512, 4: 768}
+
+
 # --------------------------------------------------------------------------------------------------
 # Starts that write nothing
 
