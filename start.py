@@ -258,7 +258,7 @@ def compare(start: Start, run: Run, folder: data.TokenFolder) -> list[str]:
     does = "use the weights of" if start.only_weights else "continue from"
     remedy = "change that back"
     if not start.only_weights:
-        remedy += ", choose another --out"
+        remedy += " or choose another --out"
     if fixed:
         remedy += ": weights fit only their own model"
     else:
