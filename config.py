@@ -38,7 +38,6 @@ import checkpoint
 import data
 import dist
 import errors
-import metrics
 import model
 import optim
 from data import DataFacts
@@ -426,7 +425,7 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
     if filled["num_workers"] is None:
         filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
-        filled["peak_tflops"] = metrics.PEAK_TFLOPS.get(machine.device_name)
+        filled["peak_tflops"] = PEAK_TFLOPS.get(machine.device_name)
     dist.blocks_per_unit(filled["wrap"])  # raises if no unit has this name
     return filled
 
@@ -553,6 +552,44 @@ def choose_wrap(model_config: ModelConfig) -> str:
     block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
     return f"block_group:{max(1, UNIT_BYTES // block_bytes)}"
 
+
+# Dense bfloat16 TFLOP/s, accumulated in float32, by the name that torch.cuda.get_device_name
+# returns. Comments quote the vendors; a figure "with sparsity" is twice the dense one.
+PEAK_TFLOPS = {
+    # A100 data sheet 1758950: 312 dense, PCIe and SXM
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    # nvidia.com/en-us/data-center/h100, with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    # nvidia.com/en-us/data-center/h200, with sparsity: SXM 1,979, NVL 1,671
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
+    # nvidia.com/en-us/data-center/grace-hopper-superchip: as the H100 SXM
+    "NVIDIA GH200 120GB": 989,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA GH200 144G HBM3e": 989,
+    # Blackwell data sheet 3384703, with sparsity, per GPU: HGX B200 4,500, GB200 5,000
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    # nvidia.com/en-us/data-center/hgx and gb300-nvl72, with sparsity, per GPU: 4,500, 5,000
+    "NVIDIA B300 SXM6 AC": 2250,
+    "NVIDIA GB300": 2500,
+    # amd.com, pages of the Instinct accelerators, dense. The MI355X's page rounds to 2,500. This is
+    # 1,024 matrix cores x 512 multiply-adds per clock x 2 x 2.4 GHz.
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI325X": 1307.4,
+    "AMD Instinct MI355X": 2516.6,
+    # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
+    "NVIDIA L4": 121,
+    "NVIDIA L40S": 362,
+    # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+}
 
 # Logits that need more than this share of the device memory are computed in chunks. Chunks cost
 # time: tools.plan predicts 0.8% of a step of llama3-8b on H100s for 2 chunks, and 2.4% for 8.

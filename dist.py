@@ -364,6 +364,16 @@ def find_machine(world: World) -> Machine:
     return dataclasses.replace(machines[0], device_memory=smallest)
 
 
+def describe_ranks(world: World) -> dict:
+    """Describe the ranks of a start and rank 0's place, for the log."""
+    return {
+        "host": socket.gethostname(),
+        "ranks": world.size,
+        "ranks_per_host": world.local_size,
+        "device": device_name(world.device),
+    }
+
+
 def device_name(device: torch.device) -> str:
     """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
     if device.type == "cuda":

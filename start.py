@@ -6,8 +6,7 @@
             with --init_from, typed or in config.json: the weights of the newest checkpoint there
 
 OUT/config.json      the flags as given, in this start or an earlier one; editing it is typing them
-    starts.jsonl     one row per start: when, where, from which step, the resolved run
-    metrics.jsonl    one row per log_interval, evaluation and checkpoint
+    metrics.jsonl    one row per start, log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
     profile/         with --profile
@@ -27,7 +26,6 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import torch.distributed
@@ -40,7 +38,7 @@ import dist
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
 from errors import RunError, UsageError
-from metrics import read_lines, read_log, replace_file
+from log import read_log
 from model import ModelConfig
 
 # --------------------------------------------------------------------------------------------------
@@ -61,7 +59,6 @@ class Start:
     kept: dict = field(default_factory=dict)  # see config.resolve
     damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
     sources: dict[str, str] = field(default_factory=dict)  # where each flag was given
-    first_start: datetime | None = None  # of the run in --out
 
 
 def find_start(argv: list[str], world: dist.World) -> Start:
@@ -116,7 +113,7 @@ def with_checkpoint(
     if only_weights:  # it fitted in memory
         kept["micro_batch_size"] = recorded.get("micro_batch_size")
     return dataclasses.replace(
-        with_flags(argv, out, read_saved(out, path, manifest)),
+        with_flags(argv, read_saved(out, path, manifest)),
         path=path,
         manifest=manifest,
         step=0 if only_weights else manifest["step"],
@@ -142,17 +139,12 @@ def without_checkpoint(argv: list[str], out: Path) -> Start:
         raise UsageError(
             f"cannot continue --out {out}: its run has --checkpoint none: choose another --out"
         )
-    return with_flags(argv, out, saved)
+    return with_flags(argv, saved)
 
 
-def with_flags(argv: list[str], out: Path, saved: dict[str, dict]) -> Start:
-    """Return the start of a new run in `out` with the flags of `saved`, then those typed now."""
-    starts = read_starts(out)
-    return Start(
-        given=config.parse(argv, saved),
-        sources=config.sources(argv, saved),
-        first_start=datetime.fromisoformat(starts[0]["time"]) if starts else None,
-    )
+def with_flags(argv: list[str], saved: dict[str, dict]) -> Start:
+    """Return the start of a new run with the flags of `saved`, then those typed now."""
+    return Start(given=config.parse(argv, saved), sources=config.sources(argv, saved))
 
 
 def with_weights(start: Start, path: Path, damaged: dict[Path, str]) -> Start:
@@ -516,34 +508,3 @@ def try_lock(path: Path) -> int | None:
 def is_at(path: Path, descriptor: int) -> bool:
     """Whether `path` refers to the open file `descriptor`."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-# --------------------------------------------------------------------------------------------------
-# The record of a start
-
-
-def read_starts(out: Path) -> list[dict]:
-    rows = [row for _, row in read_lines(out / "starts.jsonl") if isinstance(row, dict)]
-    rows = [row for row in rows if row.keys() >= {"time", "step", "config"}]
-    return [row for row in rows if isinstance(row["config"], dict)]
-
-
-def record_start(
-    out: Path, manifest: dict, world: dist.World, step: int, started: datetime
-) -> None:
-    """Write config.json and a row of starts.jsonl for this start, which follows step `step`."""
-    logged = read_log(out / "metrics.jsonl")  # before the rows of lost steps are dropped
-    start = {
-        **manifest,
-        "time": started.isoformat(),
-        "last_logged": logged[-1]["time"] if logged else None,
-        "host": socket.gethostname(),
-        "ranks": world.size,
-        "ranks_per_host": world.local_size,
-        "device": dist.device_name(world.device),
-        "step": step,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    starts = [*read_starts(out), start]
-    replace_file(out / "starts.jsonl", "".join(json.dumps(start) + "\n" for start in starts))
-    replace_file(out / "config.json", json.dumps(manifest["given"], indent=2) + "\n")

@@ -10,7 +10,7 @@ Start with `command`, `train` and `train_step`. Where to look for the rest:
     how gradients are averaged over ranks      dist.gradient_sync
     which rank reads which sequences           data.train_indices; packing: the docstring of data.py
     loading a checkpoint on another mesh       checkpoint.load_state
-    log rows and tokens/s without host syncs   metrics.StepMeter: send_row, compute_row
+    log rows and tokens/s without host syncs   log.Log.row
     the flags, and values derived from them    config.Config, config.resolve
     FSDP units                                 config.choose_wrap, layout.fsdp_units
     tensor parallelism, tied embeddings        model.Transformer.tensor_parallel_plan
@@ -23,13 +23,13 @@ import contextlib
 import functools
 import gc
 import itertools
-import math
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -52,14 +52,14 @@ import data
 import dist
 import errors
 import layout
-import metrics
 import optim
 from config import Run
-from metrics import is_due
+from log import Log, is_due, read_starts, replace_file
 from model import Transformer, eval_mode
 from runtime import agreement, startup_lines
 from runtime.profiling import Profiler
 from runtime.saver import Saver
+from runtime.tracker import open_tracker
 from runtime.watchdog import SLOW_FACTOR, Watchdog
 from start import (
     Lock,
@@ -69,7 +69,6 @@ from start import (
     find_start,
     hold_lock,
     open_data,
-    record_start,
     refuse_shared_sequences,
 )
 
@@ -141,11 +140,11 @@ def train(
     In a step the host queues work and does not wait for the device. Batches are copied from pinned
     memory, gradients are clipped and updates skipped by tensors on the device (optim.Optimizer),
     ranks agree on a stop one step late, through CPU tensors (StopRequest), and log rows are copied
-    asynchronously (metrics.Log). An .item(), a print or an `if` on a device tensor would make the
+    asynchronously (log.Log). An .item(), a print or an `if` on a device tensor would make the
     host wait. It waits only for an evaluation, a save, the end of the run, statistics for
     optim.jsonl, another host more than a step behind and, with --log_interval 1, the previous row.
     """
-    started = datetime.now().astimezone()
+    began = time.monotonic()
     if start.step >= run.max_steps:
         startup_lines.say(world, startup_lines.describe_no_steps(run, start, notes))
         return 0
@@ -186,26 +185,25 @@ def train(
 
     # From here on, the run writes to its folder
     out = Path(run.out)
-    first_start = start.first_start or started
-    tracker = None
+    send = None
     if run.tracker != "none":
         with dist.raise_on_all_ranks():
             if world.rank == 0:
-                flags, is_first = run.manifest["config"], start.first_start is None
-                tracker = metrics.open_tracker(out, flags, first_start, is_first)
-    if world.rank == 0:
-        record_start(out, run.manifest, world, start.step, started)
+                send = open_tracker(out, run.manifest["config"], read_starts(out))
+    with dist.raise_on_all_ranks():
+        if world.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(run.manifest["given"], indent=2) + "\n"
+            replace_file(out / "config.json", text)
     stop_request = agreement.StopRequest(world, handle_signals)  # signals end the run after a step
     tokenizer_file = folders[0].tokenizer_file
     saver = Saver(out, run.async_save, run.keep_last, run.keep_every, world.timeout, tokenizer_file)
     batches = MicroBatches(run, mesh, train_data, watchdog, start.step)
     flops_per_token = state.model.flops_per_token(run.seq_len)
-    peak_flops = run.peak_tflops and 1e12 * run.peak_tflops
-    tokens_before = start.tokens - start.step * run.tokens_per_step
-    constants = (run.tokens_per_step, flops_per_token, peak_flops, tokens_before)
-    rates = metrics.Rates(world.device, *constants)
     is_lost = lock.is_lost if lock else None
-    log = metrics.Log(out, run, rates, start.step, first_start, tracker, is_lost)
+    since = (state.step, state.tokens, began)
+    log = Log(out, run, world.device, flops_per_token, *since, send, is_lost)
+    log.start(dist.describe_ranks(world) | run.manifest | {"notes": [*notes]})
     if on_exit:
         on_exit(functools.partial(record_failure, log, state))
     profiler = None
@@ -221,7 +219,7 @@ def train(
         lr = optim.learning_rate(step, run)
         measure = is_due(step, run.optim_metrics_interval)
         with profiler.step(step, batches.waited) if profiler else contextlib.nullcontext():
-            values, table = train_step(
+            columns, table = train_step(
                 forward,
                 state.optimizer,
                 batches,
@@ -239,19 +237,19 @@ def train(
         is_first = step == start.step + 1
         log.write_arrived_row()  # the row of an earlier step
         if is_first or evaluates or saves or is_due(step, run.log_interval):
-            log.send_row(step, values | batches.take_waits())
+            log.row(step, state.tokens, **columns, spread={"data_wait": batches.take_wait()})
         if table and world.rank == 0:
             log.parameters(step, table.rows())  # waits for the device
         saves = saves and run.checkpoint != "none"
         if evaluates or saves:
             with log.pause():
                 if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                    save(run, state, saver, log.last_row["loss"], watchdog, lock)
+                    save(run, state, saver, columns["mean"]["loss"], watchdog, lock)
                 if evaluates:
                     log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
                 # Otherwise evaluate first: a run that resumes here does not evaluate again.
                 if saves and not stop:
-                    save(run, state, saver, log.last_row["loss"], watchdog, lock)
+                    save(run, state, saver, columns["mean"]["loss"], watchdog, lock)
         if saver.rows:
             log.checkpoints(saver.take_rows())
         if stop or saver.ends_run:
@@ -270,7 +268,6 @@ def train(
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
     log.flush()  # on a GPU, the last row is still pending after a stop without a save
-    log.say(log.goodput())
     if stop:
         return report_stop(run, state.step, log)
     log.end(state.step, "finished")
@@ -367,7 +364,7 @@ class MicroBatches:
         self.start_step = start_step
         self.read = 0
         self.waited = 0.0
-        self.waited_before = 0.0  # `waited` at the last call of take_waits
+        self.waited_before = 0.0  # `waited` at the last call of take_wait
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -384,10 +381,10 @@ class MicroBatches:
         self.watchdog.progress(step, doing, slow=is_first)
         return tokens
 
-    def take_waits(self) -> dict[str, metrics.Column]:
-        """Return log columns: seconds waited since the last call, max and min over ranks."""
+    def take_wait(self) -> float:
+        """Return the seconds waited since the last call."""
         waited, self.waited_before = self.waited - self.waited_before, self.waited
-        return {"data_wait": metrics.Maximum(waited), "data_wait_min": metrics.Minimum(waited)}
+        return waited
 
 
 def train_step(
@@ -404,7 +401,7 @@ def train_step(
 
     `forward` is the model, or DDP around it. `batches` yields this rank's micro-batches (B, T + 1);
     a step reads grad_accum_steps of them. `lr` is the learning rate of the step. Return the columns
-    of a log row (see metrics.Log.send_row) and, if `measure`, statistics of each parameter.
+    of a log row (see log.Log.row) and, if `measure`, statistics of each parameter.
     """
     n = grad_accum_steps
     loss = 0
@@ -419,9 +416,7 @@ def train_step(
     # Clip and update the weights
     update = optimizer.step(step, lr, measure)
     table = update.pop("parameters", None)
-    # These values are equal on all ranks. Their maximum is exact; their mean would be rounded.
-    equal = {name: metrics.Maximum(value) for name, value in update.items()}
-    return {"loss": loss, **equal}, table
+    return {"mean": {"loss": loss}, "equal": update}, table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -456,14 +451,15 @@ def save(
     run: Run,
     state: State,
     saver: Saver,
-    loss: float,
+    loss: Tensor,
     watchdog: Watchdog,
     lock: Lock | None = None,
 ) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
-    Do not save if the loss or a weight is not finite. If replicas of a weight differ between ranks,
-    do not save, and end the run. Raises RunError if the folder of the `lock` has been moved.
+    Do not save if this rank's `loss`, 0-d, or a weight is not finite. If replicas of a weight
+    differ between ranks, do not save, and end the run. Raises RunError if the folder of the `lock`
+    has been moved.
     """
     watchdog.progress(state.step, "saving", slow=True)
     if lock:
@@ -478,16 +474,16 @@ def save(
     saver.save(state.tensors, progress | run.manifest)
 
 
-def is_finite(weights: dict[str, Tensor], loss: float) -> bool:
-    """Whether the last loss and all weights are finite, on all ranks."""
+def is_finite(weights: dict[str, Tensor], loss: Tensor) -> bool:
+    """Whether the losses and weights of all ranks are finite."""
     # A sum is not finite if an element is not. isfinite() on every element is 20x slower on a CPU.
     sums = [optim.local(weight).sum() for weight in weights.values()]
-    finite = torch.stack(sums).isfinite().all().float()
+    finite = torch.stack([*sums, loss]).isfinite().all().float()
     torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
-    return math.isfinite(loss) and finite.item() == 1
+    return finite.item() == 1
 
 
-def report_stop(run: Run, step: int, log: metrics.Log) -> int:
+def report_stop(run: Run, step: int, log: Log) -> int:
     """Print that the run stopped before its last step; return the exit status."""
     continues = "" if run.checkpoint == "none" else "; the same command continues"
     line = f"stopped after step {step}{continues}"
@@ -501,7 +497,7 @@ def report_stop(run: Run, step: int, log: metrics.Log) -> int:
     return 0 if will_restart else os.EX_TEMPFAIL
 
 
-def record_failure(log: metrics.Log, state: State, kind: type | None, error, traceback) -> None:
+def record_failure(log: Log, state: State, kind: type | None, error, traceback) -> None:
     """Write to the log that the run has failed, if it has. For an ExitStack."""
     if kind and issubclass(kind, Exception):  # not the Ctrl-C that ends a run at once
         log.end(state.step, "failed", str(error).partition("\n")[0])

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
@@ -42,7 +41,7 @@ import train
 from config import Run, parse
 from data import DataFacts
 from dist import Machine
-from metrics import is_due
+from log import is_due, read_log
 from model import ModelConfig, Transformer
 from start import Start
 from tools import checkpoint as commands
@@ -525,9 +524,15 @@ def run(on_ranks, tmp_path):
 
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
-    """The complete rows of a run's metrics.jsonl that contain `key`."""
-    whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
-    return [row for row in map(json.loads, whole.splitlines()) if key in row]
+    """The rows of a run's metrics.jsonl that contain `key`, without those that are void."""
+    return [row for row in read_log(run / "metrics.jsonl") if key in row]
+
+
+def start_row(step: int = 0, began: str | None = None, **config) -> dict:
+    """The row of a start of a log."""
+    began = began or "2026-11-28T00:00:00+00:00"
+    row = {"step": step, "event": "start", "time": began, "config": config}
+    return row | {"host": "here", "ranks": 2, "device": "cpu"}
 
 
 def documented_fields(document: str, table: str, row: str = "") -> set[str]:

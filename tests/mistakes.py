@@ -95,10 +95,9 @@ def write_runs(root: Path) -> None:
     }
     for name, (log, config, step) in spoilt.items():
         (root / name).mkdir()
-        (root / name / "metrics.jsonl").write_text("\n".join(log))
+        start = json.dumps({"event": "start", "step": step, "config": json.loads(config)})
+        (root / name / "metrics.jsonl").write_text("\n".join([start, *log]))
         (root / name / "config.json").write_text(config)
-        start = f'{{"time": "", "step": {step}, "config": {config}}}'
-        (root / name / "starts.jsonl").write_text(start.replace("\n", " "))
     (root / "comma.json").write_text('{"lr": 0.5\n"seed": 1}')
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,8 @@ from conftest import (
 
 import checkpoint
 from errors import UsageError
-from start import read_starts
-from tools import plan
+from log import read_starts
+from tools import compare, plan
 from tools.measuring import hosts
 from tools.planning import predict
 
@@ -243,11 +242,10 @@ def test_the_goodput_of_a_killed_run_is_as_predicted(tokens, tmp_path):
             rank.join()
     wait_until(lambda: rows(out)[-1]["step"] > read_starts(out)[-1]["step"], 60)
     rank.kill()
-    starts, last = read_starts(out), rows(out)[-1]
-    first = datetime.fromisoformat(starts[0]["time"])
-    between = (datetime.fromisoformat(last["time"]) - first).total_seconds() / 15
+    log = compare.read(str(out), "killed")
+    goodput, between = log.training[-1]["time"] / log.age, log.age / 15
     _, _, took = plan.parse(["--run", str(out), "--peak_tflops", "1"])
     interval = 100 * took.step_time
     predicted = predict.training_share(interval, took.save, took.restart, between)
-    print(f"\ngoodput {last['goodput']:.1%}, predicted {predicted:.1%}, {took}")
-    assert last["goodput"] == pytest.approx(predicted, abs=0.05)
+    print(f"\ngoodput {goodput:.1%}, predicted {predicted:.1%}, {took}")
+    assert goodput == pytest.approx(predicted, abs=0.05)

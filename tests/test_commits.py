@@ -27,7 +27,8 @@ if unknown := {"z_loss"} & flags.keys() - vars(model).keys():
 if "sleep" in flags:
     Path("pid").write_text(str(os.getpid()))
     time.sleep(60)
-metrics, optim = [], []
+start = {"step": 0, "event": "start", "config": {"out": flags["out"]}}
+metrics, optim = [start], [start]
 for step in range(1, int(flags["max_steps"]) + 1):
     row = {"step": step, "loss": float(Path(flags["data"]).read_text()), "tokens": step}
     row |= {"tokens_per_second": 3.0, "step_time": 1.0, "clipped": 0, "skipped_steps": 0}
@@ -39,7 +40,6 @@ sent = [{"kind": "all_reduce", "axis": "dp_shard", "bytes": model.BYTES}]
 out = Path(flags["out"])
 (out / "profile").mkdir(parents=True)
 (out / "profile/rank_0.json").write_text(json.dumps({"communicated": sent}))
-(out / "config.json").write_text(json.dumps({"out": str(out)}))
 for name, rows in (("metrics", metrics), ("optim", optim)):
     (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 """

@@ -137,8 +137,8 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
             assert not refusals
             in_loop = {
                 ("train.py __next__", "to cuda, pinned"): steps * accum,
-                ("metrics.py send_row", "to cuda, pinned"): steps,
-                ("metrics.py send_row", "to cpu, pinned"): steps,
+                ("log.py gather", "to cuda, pinned"): steps,
+                ("log.py gather", "to cpu, pinned"): steps,
             }
             if "--optim_metrics_interval" in text and rank == 0:
                 in_loop["optim.py rows", ASKS] = mock.ANY

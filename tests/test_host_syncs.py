@@ -1,6 +1,5 @@
 """On CUDA, where it matters, no step makes the host wait. tests/core counts on CPUs."""
 
-from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 from conftest import build_run, train_step
 
-import metrics
 import optim
+from log import Log
 
 # Steps with and without statistics, and everything else that an update can do
 FLAGS = "--micro_batch_size 1 --global_batch_size 4 --optim_metrics_interval 3"
@@ -28,16 +27,15 @@ def clip_in_every_way():
 def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
 
-    rates = metrics.Rates(run.world.device, run.run.tokens_per_step, 1.0, None)
-    log = metrics.Log(Path(run.run.out), run.run, rates, 0, datetime.now())
+    log = Log(Path(run.run.out), run.run, run.world.device, flops_per_token=1.0)
     with clip_in_every_way():
         for step in (1, 2, 3):  # the first steps allocate
             train_step(run, step)
         torch.cuda.set_sync_debug_mode("error")
         for step in (4, 5, 6):
-            values, _ = train_step(run, step)  # reading a table would wait
+            columns, _ = train_step(run, step)  # reading a table would wait
             log.write_arrived_row()
-            log.send_row(step, values | run.batches.take_waits())
+            log.row(step, step, **columns, spread={"data_wait": run.batches.take_wait()})
     torch.cuda.set_sync_debug_mode("default")
     with log.pause():  # which waits for the row
         return 0

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from conftest import TRAIN, Job, flags, free_port, rows
 
-from start import read_starts
+from log import read_starts
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import statistics
 import pytest
 from conftest import ROOT, TINY, listen, resolve, rows
 
-from metrics import PEAK_TFLOPS
+from config import PEAK_TFLOPS
 from model import SIZES
 from tools import plan
 from tools.planning import predict
@@ -445,13 +445,14 @@ def test_a_plan_of_a_run_shows_what_was_measured(run, pool):
     peak = plan.gigabytes(max(row["peak_host_memory"] for row in log))
     assert f"measured    step {took:.4g} s, the median; peak memory {peak} GB" in table
     # The same log, changed as if GPUs had written it
-    changes = {"starts": {"device": "NVIDIA B200"}, "metrics": {"peak_device_memory": 7}}
-    for name, change in changes.items():
-        file = out / f"{name}.jsonl"
-        lines = [json.loads(line) | change for line in file.read_text().splitlines()]
-        if name == "starts":
-            lines[-1]["config"]["warmup_steps"] = 50  # the default, though there are only 8 steps
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = out / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["peak_device_memory"] = 7
+        if line.get("event") == "start":
+            line["device"] = "NVIDIA B200"
+            line["config"]["warmup_steps"] = 50  # the default, though there are only 8 steps
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     request, _, measured = plan.parse(["--run", str(out)])
     assert (request.cluster.device_type, request.resolve().strategy) == ("b200", "ddp")
     assert measured.peak_memory == 7

@@ -143,9 +143,9 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     compiled = torch._dynamo.utils.counters["aot_autograd"]
     numbers = []
     for step in range(1, 5):
-        values, _ = train_step(run, step)
-        norm, lr = values["grad_norm"].value, values["lr"].value
-        numbers.append([float(values["loss"]), float(norm), lr])
+        columns, _ = train_step(run, step)
+        equal = columns["equal"]
+        numbers.append([float(columns["mean"]["loss"]), float(equal["grad_norm"]), equal["lr"]])
     graphs = [compiled["total"]]
     for _ in range(2):
         numbers.append([train.evaluate(run.forward, run.val_batches, run.watchdog, 4)])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, contents, flags, listen, rows
+from conftest import call_train, contents, flags, listen, rows, start_row
 
 import checkpoint
 import data
 import model
+from log import read_starts
 from tools import common, replay
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
@@ -236,6 +237,7 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
         for i, loss in enumerate(losses)
     ]
     assert repeated(single) == "no spike and no skipped update in 6 training rows\n"
+    log.insert(0, start_row())
     (single / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
     lines = repeated(single).splitlines()
     command = f"python -m tools.replay {single}"
@@ -272,9 +274,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_a_run_of_other_code_is_refused(single):
-    start = json.loads((single / "starts.jsonl").read_text())
+    (start,) = read_starts(single)
     start["config"]["window"] = 4
-    (single / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    (single / "metrics.jsonl").write_text(json.dumps(start) + "\n")
     status, _, err = call([single, "1"])
     assert status == 2 and "was trained by other code: --window is unknown" in err
 

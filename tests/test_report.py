@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, fork_ranks, rows, wait_until
+from conftest import ROOT, fork_ranks, rows, start_row, wait_until
 
 from start import hold_lock
 from tools import report
@@ -38,22 +38,24 @@ def training_row(step: int, ended: float, **fields) -> dict:
     return row | {"data_wait": 0.25, "data_wait_min": 0.125} | fields
 
 
-def start_row(step: int, began: float, last_logged: float | None = None, **flags) -> dict:
-    logged = None if last_logged is None else at(last_logged)
-    row = {"time": at(began), "last_logged": logged, "host": "here", "ranks": 2, "step": step}
+def start(step: int, began: float, **flags) -> dict:
+    """A start that began `began` seconds after the first one."""
     config = {"strategy": "fsdp", "dtype": "float32", "compile": False, "lr": 1e-3}
-    return row | {"device": "cpu", "config": config | flags}
+    return start_row(step, at(began), **config | flags)
 
 
-def write_run(
-    folder: Path, log: list[dict], starts: list[dict] | None = None, statistics=()
-) -> Path:
-    starts = starts or [start_row(0, 0)]
+def write_run(folder: Path, log: list[dict], statistics=()) -> Path:
+    """Write a run folder. The times since a start follow from those of the rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("metrics", log), ("starts", starts), ("optim", statistics)):
+    rows = []
+    for row in log if "event" in log[0] else [start(0, 0), *log]:
+        now = datetime.fromisoformat(row["time"])
+        if row.get("event") == "start":
+            began = now
+        rows.append(row | {"elapsed": (now - began).total_seconds()})
+    for name, lines in (("metrics", rows), ("optim", statistics)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
-    (folder / "config.json").write_text(json.dumps(starts[-1]["config"]))
     return folder
 
 
@@ -131,18 +133,20 @@ def test_smoothed_losses_follow_the_finite_ones():
 
 def test_the_time_line_shows_the_phases_of_a_run(drawn, tmp_path):
     log = [
+        start(0, 0),
         training_row(1, 10, step_time=5.0),
         training_row(11, 20),
         {"step": 11, "val_loss": 2.5, "time": at(23)},
         {"step": 11, "event": "checkpoint", "time": at(24)},
+        training_row(16, 29),  # lost
+        start(11, 33, compile=True),
         training_row(12, 36, step_time=2.0),  # after a second start; a step takes 1 s
         training_row(22, 46, step_time=0.9),  # written late, as on GPUs
         {"step": 22, "val_loss": 2.5, "time": at(47)},
         training_row(32, 60, step_time=1.0),  # --async_save held it up for 3 s
         {"step": 22, "event": "checkpoint", "time": at(60)},
     ]
-    starts = [start_row(0, 0), start_row(11, 33, last_logged=29, compile=True)]
-    (run,) = drawn(write_run(tmp_path / "run", log, starts))["runs"]
+    (run,) = drawn(write_run(tmp_path / "run", log))["runs"]
     assert ", ".join(f"{seconds:g} {name}" for seconds, name in run["phases"]) == (
         "5 starting, 15 training, 3 evaluating, 1 saving, 5 lost steps, 4 waiting, "
         "1 starting, 1 compiling, 11 training, 1 evaluating, 3 saving, 10 training"
@@ -151,8 +155,8 @@ def test_the_time_line_shows_the_phases_of_a_run(drawn, tmp_path):
 
 def test_a_page_of_two_runs_escapes_their_names(drawn, tmp_path):
     name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
-    a = write_run(tmp_path / name, training_rows(3), [start_row(0, 0, data="</script>")])
-    b = write_run(tmp_path / "b", training_rows(1500), [start_row(0, 0, lr=2e-3)])
+    a = write_run(tmp_path / name, [start(0, 0, data="</script>"), *training_rows(3)])
+    b = write_run(tmp_path / "b", [start(0, 0, lr=2e-3), *training_rows(1500)])
     page = drawn(a, b)
     assert [run["name"] for run in page["runs"]] == [name, "b"]
     assert page["runs"][0]["config"]["data"] == "</script>"

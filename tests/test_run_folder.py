@@ -1,4 +1,4 @@
-"""Where a run starts: its checkpoint, its flags, what may change, the lock and the record."""
+"""Where a run starts: its checkpoint, its flags, what may change, and the lock."""
 
 import dataclasses
 import fcntl
@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import zlib
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +24,7 @@ import dist
 from config import FLAGS
 from errors import UsageError
 from model import ModelConfig
-from start import compare, find_start, hold_lock, read_starts, record_start, try_lock
+from start import compare, find_start, hold_lock, try_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}
 MODEL |= {"d_model": 32, "d_ff": 64, "seq_len": 16}
@@ -96,6 +95,7 @@ def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path):
         assert (begun.run.n_layer, begun.run.d_model, begun.run.seq_len) == (2, 32, 8)
         assert begun.run.model == f"{tmp_path}/other"
         assert (begun.start.step, begun.start.only_weights) == ((20, False) if own else (0, True))
+    assert begin([*argv, "--init_from=elsewhere"]).changes == []  # the run is past its beginning
     for tokens, vocab_size in ((500, 500), (501, 512)):  # 501 tokens do not fit its weights
         facts = data.DataFacts(vocab_size=tokens, tokenizer=None, fingerprint="abc")
         start = begun.start
@@ -264,39 +264,6 @@ def test_a_file_overrides_the_run_and_typed_flags_override_both(begin, tmp_path)
 def test_a_small_model_keeps_the_strategy_of_a_configuration():
     argv = ["--config", f"{ROOT}/configs/llama3-8b.json", "--model", "tiny"]
     assert config.parse(argv).strategy == json.loads(Path(argv[1]).read_text())["strategy"]
-
-
-# --------------------------------------------------------------------------------------------------
-# The record of a start
-
-TWO_RANKS = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
-
-
-def started_with(lr: float) -> dict:
-    return {"given": {"lr": lr}, "config": {"lr": lr}}
-
-
-def test_the_folder_records_the_flags_of_every_start(tmp_path):
-    began = datetime(2026, 11, 21, tzinfo=UTC)
-    for step, lr in ((0, 0.5), (10, 0.25)):
-        now = began + timedelta(hours=step)
-        record_start(tmp_path, started_with(lr), TWO_RANKS, step, now)
-        times = [began + timedelta(hours=hours) for hours in (1, 2)]
-        log = [{"step": 1, "val_loss": 5.5, "time": time.isoformat()} for time in times]
-        lines = "".join(json.dumps(row) + "\n" for row in log)
-        (tmp_path / "metrics.jsonl").write_text(f'{lines}{{"note": 1}}\n12\n{{"ti')
-    starts = read_starts(tmp_path)
-    assert [start["last_logged"] for start in starts] == [None, times[1].isoformat()]
-    assert [(start["step"], start["config"]["lr"]) for start in starts] == [(0, 0.5), (10, 0.25)]
-    assert starts[0]["ranks"] == 2
-    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.25
-
-    with open(tmp_path / "starts.jsonl", "a") as file:
-        file.write('12\n{"note": 1}\n{"config": {"lr": 0.5}')  # torn, by a kill or a full disk
-    record_start(tmp_path, started_with(0.1), TWO_RANKS, 20, now)
-    starts = read_starts(tmp_path)
-    assert [start["config"]["lr"] for start in starts] == [0.5, 0.25, 0.1]
-    assert starts[0]["time"] == began.isoformat()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from conftest import call_train, exit_statuses, flags, fork_ranks, last_checkpoi
 from mistakes import variant
 
 import checkpoint
-import metrics
+import log
 import prepare
 import sample
 import train
@@ -179,7 +179,7 @@ def test_text_that_stdout_cannot_encode_is_escaped(trained):
 def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
     """Train and sample. Rank 1 fails at its third token. `folder` gets the output."""
     rank, draw, gathered = int(os.environ["RANK"]), sample.draw, []
-    gather = mock.Mock(wraps=metrics.all_gather_single)
+    gather = mock.Mock(wraps=log.all_gather_single)
 
     def play(*arguments):
         if not gathered and failure != "raises":
@@ -194,7 +194,7 @@ def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
     few = {"free_memory": lambda world: (1 - rank) * 10**9} if failure == "out of memory" else {}
     with (
         mock.patch.multiple(sample, draw=play, **few),
-        mock.patch.object(torch.distributed, metrics.all_gather_single.__name__, gather),
+        mock.patch.object(torch.distributed, log.all_gather_single.__name__, gather),
         open(folder / f"printed {rank}", "w") as file,
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, memory_taken, rows
+from conftest import ROOT, memory_taken, rows, start_row
 from test_report import FIRST_ROW, write_run
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,14 +60,13 @@ def write_losses(
     folder: Path, losses: dict[int, float | None], evaluations=(), statistics=(), **config
 ) -> Path:
     """A run folder as train.py leaves it: step -> loss, (step, validation loss), optim.jsonl."""
-    log = []
+    log = [start_row(**{"compile": False} | config)]
     for step, loss in losses.items():
         row = {"step": step, "tokens": 100 * step, "loss": loss, "skipped_steps": step // 10}
-        log.append(FIRST_ROW | row | {"step_time": 0.5, "time": "2026-11-22T12:00:00+00:00"})
+        log.append(FIRST_ROW | row | {"step_time": 0.5, "time": "2026-11-28T00:00:01+00:00"})
     for step, val_loss in evaluations:
-        log.append({"step": step, "val_loss": val_loss, "time": "2026-11-22T12:00:01+00:00"})
-    start = {"time": "2026-11-22T12:00:00+00:00", "step": 0, "config": config}
-    return write_run(folder, log, [start], statistics)
+        log.append({"step": step, "val_loss": val_loss, "time": "2026-11-28T00:00:02+00:00"})
+    return write_run(folder, log, statistics)
 
 
 def test_compare_prints_the_numbers_of_the_logs(compared):
@@ -91,12 +90,10 @@ def test_compare_and_report_skip_lines_that_are_not_rows(tmp_path, capsys):
     runs = [write_losses(tmp_path / name, {1: 3.0, 2: 2.0}, [(2, 2.5)]) for name in "ab"]
     with open(runs[1] / "metrics.jsonl", "a") as log:
         log.write('{"note": "lr looks high"}\n12\n{"step": 3, "lo')  # torn
-    (runs[1] / "starts.jsonl").write_text("12\n")
-    (runs[0] / "starts.jsonl").write_text("")
     for main, more in ((compare.main, []), (report.main, ["--out", f"{tmp_path}/page.html"])):
         assert main([*map(str, runs), *more]) == 0
         out, err = capsys.readouterr()
-        assert err == ""
+        assert err == f"{runs[1]}/metrics.jsonl: 1 line skipped: not JSON\n"
         assert main is report.main or "| final validation loss | 2.5000 | 2.5000 |" in out
 
 

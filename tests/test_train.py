@@ -52,17 +52,17 @@ def test_the_command_of_the_readme_trains(tmp_path):
     first, last = rows(tmp_path / "runs/tiny")
     assert last["tokens"] == 5 * 16 * 128 and last["loss"] < first["loss"]
     fields = documented_fields("reference.md", "rows | fields", "training")
-    assert last.keys() == fields | {"time"} and last["mfu"] is None
+    assert last.keys() == fields | {"time", "elapsed"} and last["mfu"] is None
     assert last["tokens_per_second"] == pytest.approx(2048 / last["step_time"])
     (evaluation,) = rows(tmp_path / "runs/tiny", "val_loss")
     fields = documented_fields("reference.md", "rows | fields", "evaluation")
-    assert evaluation.keys() == fields | {"time"}
+    assert evaluation.keys() == fields | {"time", "elapsed"}
 
 
 def test_a_start_on_a_full_disk_leaves_nothing(on_ranks, small_disk):
     (small_disk / "other").write_bytes(bytes(1 << 20))
     ((status, _, err),) = on_ranks(1, listen, f"--out {small_disk}/runs/new --max_steps 2")
-    line = f"[Errno 28] No space left on device: '{small_disk}/runs/new/starts.jsonl'"
+    line = f"[Errno 28] No space left on device: '{small_disk}/runs/new/config.json'"
     assert (status, err) == (1, f"train.py: error: {line}\n")
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import errors
+from log import read_starts
 from model import SIZES
-from tools.common import read_starts
 from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun

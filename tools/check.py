@@ -42,8 +42,8 @@ import checkpoint
 import data
 import dist
 import errors
-import metrics
 from dist import Machine
+from log import replace_file
 from runtime import watchdog
 from runtime.watchdog import Watchdog
 from tools import common
@@ -392,7 +392,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
         "status": check.status,
         **asdict(check),
     }
-    metrics.replace_file(options.json, json.dumps(found, indent=2) + "\n")
+    replace_file(options.json, json.dumps(found, indent=2) + "\n")
 
 
 def main(argv: list[str]) -> int:

@@ -23,7 +23,6 @@ from start import (
     find_start,
     newest_checkpoint,
     read_model,
-    read_starts,
     source_hash,
     with_weights,
 )
@@ -52,7 +51,6 @@ __all__ = [
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
-    "read_starts",
     # the run itself
     "MicroBatches",
     "State",
@@ -95,7 +93,7 @@ def named_start(flags: dict) -> Start:
 
 
 def recorded_flags(out: Path, start: dict) -> dict:
-    """Return the flags of a row of starts.jsonl, but its model. Raises UsageError."""
+    """Return the flags of a start's row of the log, but its model. Raises UsageError."""
     values = {name: value for name, value in start["config"].items() if value is not None}
     if unknown := values.keys() - FLAGS.keys():
         raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
@@ -103,7 +101,7 @@ def recorded_flags(out: Path, start: dict) -> dict:
 
 
 def recorded_model(out: Path, start: dict) -> Start:
-    """Return the start with the model of a row of starts.jsonl. Raises UsageError."""
+    """Return the start with the model of a start's row of the log. Raises UsageError."""
     return Start(Config(), model_config=read_model(out, start))
 
 

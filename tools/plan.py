@@ -31,7 +31,6 @@ from tools.compare import read
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal, rehearse
-from tools.report import seconds
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -158,8 +157,7 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     """
     folder = options.run
     log = read(folder, folder)
-    starts = common.read_starts(Path(folder))
-    start = starts[-1]
+    start = log.starts[-1]
     rows = [row for row in log.training if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run longer")
@@ -178,19 +176,19 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
         step_time=statistics.median(row["step_time"] for row in rows[1:] or rows),
         peak_memory=on_device or max(row["peak_host_memory"] for row in rows),
         save=median_or_none(saves),
-        restart=median_or_none(restarts(log.rows, starts)),
+        restart=median_or_none(restarts(log.rows, log.starts)),
     )
     return Request(flags, cluster, facts, recorded), measured
 
 
 def restarts(rows: list[dict], starts: list[dict]) -> list[float]:
     """Return the seconds from the last row before each restart to the first row after it."""
-    times = [seconds(row["time"]) for row in rows]
     waits = []
     for start in starts:
-        if start.get("last_logged"):
-            stop = seconds(start["last_logged"])
-            waits.append(min(time for time in times if time > stop) - stop)
+        if start["last_at"] is not None:
+            waits.append(
+                min(row["at"] for row in rows if row["at"] > start["at"]) - start["last_at"]
+            )
     return waits
 
 

@@ -33,6 +33,7 @@ import errors
 import optim
 from checkpoint import CheckpointError
 from errors import UsageError, plural
+from log import read_starts
 from model import eval_mode
 from runtime.watchdog import SLOW_FACTOR, Watchdog
 from text import tokenizer
@@ -243,14 +244,15 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
     for step in replay.steps(last, step_time):
         number = step.state.step
         if number < last:
-            values, _ = step.take()
-            if values["skipped_in_a_row"].value > 0:
+            columns, _ = step.take()
+            if columns["equal"]["skipped_in_a_row"] > 0:
                 tell([f"step {number}: its update is skipped"])
     indices = common.local_train_indices(step.run, replay.mesh, range(last, last + 1))
     losses = sequence_losses(step, indices, replay.watchdog)
-    values, table = step.take(measure=True)
-    found = {"loss": fmean(dist.on_all_ranks(values["loss"].item))}  # as in a row of the log
-    found["grad_norm"] = values["grad_norm"].value.item()
+    columns, table = step.take(measure=True)
+    losses_of_ranks = dist.on_all_ranks(columns["mean"]["loss"].item)
+    found = {"loss": fmean(losses_of_ranks)}  # as in a row of the log
+    found["grad_norm"] = columns["equal"]["grad_norm"].item()
     row = next((row for row in rows if row["step"] == last), {})
     for name, value in found.items():
         logged = ""
@@ -348,9 +350,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run(argv: list[str]) -> None:
     args = parse(argv)
-    starts = common.read_starts(args.run)
+    starts = read_starts(args.run)
     if not starts:
-        raise UsageError(f"{args.run} is not a run folder: it has no starts.jsonl")
+        raise UsageError(f"{args.run} is not a run folder: its metrics.jsonl has no start")
     rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
     if args.step is None:
         nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"

@@ -19,9 +19,8 @@ from statistics import median
 
 import errors
 from errors import UsageError
-from metrics import replace_file
+from log import replace_file
 from tools import compare
-from tools.common import read_starts
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for
@@ -111,17 +110,12 @@ def rounded(value: float) -> float | None:
 # The time line
 
 
-def seconds(time: str) -> float:
-    """Seconds since the epoch."""
-    return datetime.fromisoformat(time).timestamp()
-
-
 def phases(rows: list[dict], starts: list[dict]) -> list[list]:
     """Return [seconds, cause] of each phase of a run.
 
-    `rows` are the rows of metrics.jsonl. Each was written at the end of what it reports.
+    `rows` and `starts` are those of a compare.Log. A row was written at the end of what it reports.
     """
-    events = sorted([*rows, *starts], key=lambda event: seconds(event["time"]))
+    events = sorted([*starts, *rows], key=lambda event: event["at"])
     saved = {row["step"] for row in rows if "event" in row}
     typical = median(row["step_time"] for row in rows if "loss" in row)
     compiles = False
@@ -129,10 +123,10 @@ def phases(rows: list[dict], starts: list[dict]) -> list[list]:
     pause = "starting"  # the cause of a pause before the next step, if any
     ends = []
     for event in events:
-        ended = seconds(event["time"])
+        ended = event["at"]
         if "config" in event:  # a start, which drops the rows after its checkpoint
-            if lost_until := event.get("last_logged"):
-                ends.append((seconds(lost_until), "lost steps"))
+            if event["last_at"] is not None:
+                ends.append((event["last_at"], "lost steps"))
             ends.append((ended, "waiting"))
             compiles, previous, pause = event["config"]["compile"], None, "starting"
             continue
@@ -175,9 +169,8 @@ def durations(ends: list[tuple[float, str]]) -> list[list]:
 # The page
 
 
-def describe(folder: str, log: compare.Log, max_points: int) -> dict:
+def describe(log: compare.Log, max_points: int) -> dict:
     """Return all that the page shows for one run, with at most max_points of each series."""
-    starts = read_starts(Path(folder))
     series = {}
     for name, (steps, values) in series_of(log).items():
         # Leave out unknown values, and the device memory of a run on CPUs
@@ -191,22 +184,25 @@ def describe(folder: str, log: compare.Log, max_points: int) -> dict:
         "tokensPerStep": last["tokens"] / last["step"],
         "series": series,
         "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
-        "phases": [[round(seconds, 2), cause] for seconds, cause in phases(log.rows, starts)],
+        "phases": [[round(seconds, 2), cause] for seconds, cause in phases(log.rows, log.starts)],
         "config": log.config,
-        "starts": starts,
+        "starts": log.starts,
         "saves": saves[-20:],
     }
 
 
-def write(folders: list[str], out: Path, follow: bool) -> None:
-    """Write the page, in ASCII, atomically. Raises UsageError if a run cannot be read."""
+def write(folders: list[str], out: Path, follow: bool) -> list[compare.Log]:
+    """Write the page, in ASCII, atomically; return the logs that it shows.
+
+    Raises UsageError if a run cannot be read.
+    """
     logs = compare.read_all(folders)
     max_points = MAX_POINTS // len(logs)
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
         "maxPoints": max_points,
-        "runs": [describe(folder, log, max_points) for folder, log in zip(folders, logs)],
+        "runs": [describe(log, max_points) for log in logs],
         "compared": list(zip(*compare.compare(logs, tolerance=1e-2))),
     }
     page = TEMPLATE.read_text()
@@ -215,6 +211,7 @@ def write(folders: list[str], out: Path, follow: bool) -> None:
     script = json.dumps(data, separators=(",", ":"))
     page = page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end the script
     replace_file(out, page)
+    return logs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,7 +238,8 @@ def report(argv: list[str]) -> None:
                 write(args.runs, args.out, follow=True)
             # At most 2% of a core, however long the logs are
             time.sleep(max(FOLLOW_SECONDS, 50 * (time.monotonic() - began)))
-    write(args.runs, args.out, follow=False)
+    for log in write(args.runs, args.out, follow=False):
+        print(f"{log.name}: {log.goodput()}")
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB")
 
 

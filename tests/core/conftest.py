@@ -179,8 +179,15 @@ class Run:
 
 
 def read_rows(path: Path, key: str) -> list[dict]:
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [row for row in rows if key in row]
+    """The rows of a log that contain `key`, without those of steps that a later start repeats."""
+    rows = []
+    complete = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    for row in map(json.loads, complete.splitlines()):
+        if row.get("event") == "start":
+            rows = [earlier for earlier in rows if earlier["step"] <= row["step"]]
+        elif key in row:
+            rows.append(row)
+    return rows
 
 
 def full_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -260,9 +267,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def rows(self, key: str = "loss") -> list[dict]:
-        path = self.out / "metrics.jsonl"
-        complete = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        return [row for row in map(json.loads, complete.splitlines()) if key in row]
+        return read_rows(self.out / "metrics.jsonl", key)
 
     def ranks(self) -> list[int]:
         """The process ids of torchrun's ranks, or of the only process."""

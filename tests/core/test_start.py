@@ -296,6 +296,9 @@ STARTS = {
         Start("--checkpoint none", steps=[1, 2], saved=[]),
         refused("--checkpoint none --max_steps 3", "--checkpoint none"),
     ],
+    "--checkpoint none, stopped before its first step": [
+        Start(before=(write("run/config.json", {"checkpoint": "none"}),), **TO_2 | {"saved": []}),
+    ],
     "--checkpoint none later": [
         trained("--checkpoint none --max_steps 3", saved=[1, 2], **TO_3),
         Start("--checkpoint sharded --max_steps 4", saved=[3, 4], **TO_4),
@@ -782,7 +785,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(judge, job):
     copy_trained(judge.place)
     first = job(1, "--schedule constant --max_steps 1000000 --log_interval 100")
     first.until(lambda: len(first.rows()) > 2)
-    second = refused("--timeout 1", f"{first.out} .*{first.process.pid}")
+    second = refused("--timeout 3", f"{first.out} .*{first.process.pid}")
     judge.check_lines(second, judge.run(second))
     look = Start("--eval_only", val_loss=2)
     judge.check_lines(look, judge.run(look))

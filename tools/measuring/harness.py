@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import metrics
 from errors import RunError
+from log import read_log
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
@@ -85,4 +85,4 @@ def finish_all(
 
 
 def training_rows(out: Path) -> list[dict]:
-    return [row for row in metrics.read_log(out / "metrics.jsonl") if "loss" in row]
+    return [row for row in read_log(out / "metrics.jsonl") if "loss" in row]

@@ -60,7 +60,7 @@ class Device:
     """
 
     kind: str  # torch's device type: cuda or cpu
-    name: str | None  # the key of its peak in metrics.PEAK_TFLOPS
+    name: str | None  # the key of its peak in config.PEAK_TFLOPS
     products: float  # the share of that peak that the fastest matrix products reach
     memory: int | None  # torch's total_memory; None stands for this machine's memory
     memory_bandwidth: float

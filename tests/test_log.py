@@ -1,10 +1,10 @@
 """Rows of the log: their contents, and how they are written to disk."""
 
 import dataclasses
-import json
 import math
 import os
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -15,22 +15,21 @@ from conftest import build_model, listen, rows
 from test_train import signal_in_step_2
 
 import dist
-import metrics
+import log as logs
 import train
 from config import Config
+from log import Appender, Diverged, Log
 from model import ModelConfig
 
 
-def make_log(out, start_step: int = 0) -> metrics.Log:
-    c = Config(max_steps=100, max_skipped=3)
-    rates = metrics.Rates(torch.device("cpu"), 1000, flops_per_token=2e6, peak_flops=1e12)
-    return metrics.Log(out, c, rates, start_step, datetime.fromtimestamp(1000, UTC))
+def make_log(out, step: int = 0) -> Log:
+    run = Config(max_steps=100, max_skipped=3, peak_tflops=1.0)
+    return Log(out, run, torch.device("cpu"), flops_per_token=2e6, step=step, tokens=1000 * step)
 
 
-def log_step(the_log: metrics.Log, step: int, loss: float = 2.5, **changes: float) -> None:
+def log_step(log: Log, step: int, loss: float = 2.5, **changes: float) -> None:
     values = {"grad_norm": 2.0, "clipped": 1, "skipped_steps": 5, "skipped_in_a_row": 0, "lr": 0.1}
-    equal = {name: metrics.Maximum(value) for name, value in (values | changes).items()}
-    the_log.send_row(step, {"loss": torch.tensor(loss), **equal})
+    log.row(step, 1000 * step, mean={"loss": torch.tensor(loss)}, equal=values | changes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -38,7 +37,7 @@ def test_host_memory_is_in_bytes():
     """The peak is about this process's memory or more, and less than a terabyte."""
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = resident_pages * os.sysconf("SC_PAGE_SIZE")
-    assert 0.9 * resident <= metrics.peak_memory(torch.device("cpu"))["peak_host_memory"] < 1e12
+    assert 0.9 * resident <= logs.peak_memory(torch.device("cpu"))["peak_host_memory"] < 1e12
 
 
 @pytest.fixture
@@ -48,9 +47,9 @@ def clock(monkeypatch):
     def set_to(seconds: float) -> None:
         fake = mock.Mock(wraps=datetime)
         fake.now.return_value = datetime.fromtimestamp(seconds, UTC)
-        monkeypatch.setattr(metrics, "datetime", fake)
-        for name in ("perf_counter", "time"):
-            monkeypatch.setattr(metrics.time, name, lambda: seconds)
+        monkeypatch.setattr(logs, "datetime", fake)
+        for name in ("perf_counter", "monotonic"):
+            monkeypatch.setattr(logs.time, name, lambda: seconds)
 
     set_to(1000.0)
     return set_to
@@ -58,7 +57,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def log(tmp_path, one_rank, clock):
-    """log(start_step=0): a log of one process."""
+    """log(step=0): a log of one process."""
     return lambda **settings: make_log(tmp_path, **settings)
 
 
@@ -86,7 +85,7 @@ def log_of_a_rank(out) -> float:
     memory = {"peak_device_memory": 500 - rank, "peak_host_memory": 700 + rank}
     memory |= {"peak_reserved_memory": 600 - rank, "allocation_retries": 2 + rank}
     the_log = make_log(out)
-    with mock.patch.object(metrics, "peak_memory", lambda device: memory):
+    with mock.patch.object(logs, "peak_memory", lambda device: memory):
         log_step(the_log, 1, 2.0 + rank, grad_norm=3.0 + rank)
         log_step(the_log, 2, 5.0 + rank)
     return the_log.last_row["loss"]
@@ -106,15 +105,11 @@ def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
     train_step, read = train.train_step, train.MicroBatches.__next__
 
     def forked_step(*arguments):
-        values, table = train_step(*arguments)
+        columns, table = train_step(*arguments)
         spread = torch.tensor([10.0, 14.0, 11.0][rank])
-        values["spread"] = metrics.Maximum(spread)
-        values["spread_min"] = metrics.Minimum(spread)
-        values["spread_mean"] = spread
-        values["count"] = metrics.Maximum(torch.tensor(rank))
-        values["count_mean"] = torch.tensor([0, 4, 1][rank])
-        values["constant"] = metrics.Minimum(7)
-        return values, table
+        mean = columns["mean"] | {"ours": spread, "count": torch.tensor([0, 4, 1][rank])}
+        equal = columns["equal"] | {"constant": 7, "last_rank": torch.tensor(rank)}
+        return {"mean": mean, "equal": equal}, table
 
     def read_slowly(batches):
         batches.waited += 100 + 100 * rank
@@ -136,9 +131,9 @@ def test_a_fork_chooses_how_its_columns_are_reduced(on_ranks, tmp_path):
     log = rows(tmp_path / "run")
     assert [row["step"] for row in log] == [1, 2, 4, 5]
     for row in log:
-        names = ("spread", "spread_min", "spread_mean", "count", "count_mean", "constant")
-        assert [row[name] for name in names] == [14.0, 10.0, 35 / 3, 2, 5 / 3, 7]
-        kinds = [type(row[name]) for name in ("spread", "count", "constant", "clipped")]
+        names = ("ours", "count", "constant", "last_rank")
+        assert [row[name] for name in names] == [35 / 3, 5 / 3, 7, 2]
+        kinds = [type(row[name]) for name in ("ours", "last_rank", "constant", "clipped")]
         assert kinds == [float, int, int, int]
         assert row["lr"] == 0.1  # exact: a mean of three equal values may be rounded
     # A row adds up the waits of the steps since the row before.
@@ -164,8 +159,7 @@ def test_the_console_prints_a_line_for_each_row(log, capsys, clock):
 def test_the_console_prints_how_long_a_save_took(log, capsys):
     the_log = log()
     row = {"event": "checkpoint", "step": 4, "path": "here", "bytes": 2_500_000, "seconds": 1.5}
-    the_log.checkpoint(row | {"blocking_seconds": 1.5})
-    the_log.checkpoint(row | {"blocking_seconds": 0.25})
+    the_log.checkpoints([row | {"blocking_seconds": waited} for waited in (1.5, 0.25)])
     line = "step   4/100  saved here: 2.5 MB in 1.50 s"
     assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
 
@@ -185,25 +179,29 @@ class LateEvent:
         return 500.0  # milliseconds
 
 
-def test_a_row_is_written_once_its_values_have_arrived(log, tmp_path, clock):
+def test_a_row_is_written_once_its_values_have_arrived(log, tmp_path, clock, monkeypatch):
     """Until a pause, the host does not wait for a device that lags behind."""
+    events = []
+
+    def set_mark(device, step: int, tokens: int) -> logs.Mark:
+        events.append(LateEvent())
+        return logs.Mark(step, tokens, 0.0, events[-1])
+
+    monkeypatch.setattr(logs, "set_mark", set_mark)
     the_log = log()
-    meter = the_log.meter
-    meter.rates = dataclasses.replace(meter.rates, device=torch.device("meta"))
-    clock(1001)
+    the_log.device = torch.device("meta")
     for step, written in ((1, 0), (4, 1)):
-        meter.began.event = LateEvent()
         log_step(the_log, step)
-        meter.began.event = ended = LateEvent()
         the_log.write_arrived_row()
         assert (tmp_path / "metrics.jsonl").exists() == (written > 0)
         if step == 1:
-            ended.passed = True
+            events[-1].passed = True
             the_log.write_arrived_row()
             assert [row["step_time"] for row in rows(tmp_path)] == [0.5]
+    ended = events[-1]
     with the_log.pause():
         assert ended.passed
-        assert meter.pending is None
+        assert the_log.pending is None
         assert len(rows(tmp_path)) == 2
 
 
@@ -218,14 +216,15 @@ def test_each_step_that_logs_evaluates_or_saves_writes_a_row(run):
 def stop_with_rows_in_flight(argv: list[str]) -> tuple[int, str, str]:
     """Run train.py, signal it in step 2, and let rows arrive late, as they may on a GPU."""
 
-    def send_row(log, step, values):
-        log.flush()
-        log.meter.send_row(step, values)
+    class Late(Log):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.device = torch.device("meta")  # from which rows arrive later
 
-    with (
-        mock.patch.object(metrics.Log, "send_row", send_row),
-        mock.patch.object(metrics.Log, "write_arrived_row", lambda log: None),
-    ):
+        def write_arrived_row(self) -> None:
+            pass
+
+    with mock.patch.object(train, "Log", Late):
         return signal_in_step_2(argv, max_restarts="0")
 
 
@@ -239,78 +238,109 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(log, tmp_path, clock):
     clock(1001)
     log_step(the_log, 7, math.nan, skipped_in_a_row=2)
     clock(1002)
-    with pytest.raises(metrics.Diverged, match="3 updates in a row were skipped up to step 8"):
+    with pytest.raises(Diverged, match="3 updates in a row were skipped up to step 8"):
         log_step(the_log, 8, math.nan, skipped_in_a_row=3)
     # The last row is still written. JSON has no nan.
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
 
 
-NOTES = [b'{"note": "lr looks high"}', b"12", b"# \xff", b'{"event": "pause", "time": 12.5}']
+# --------------------------------------------------------------------------------------------------
+# Files that only grow
+
+NOTES = [b'{"note": "lr looks high"}', b"12", b'{"event": "pause", "time": 12.5}']
 
 
-def test_a_continued_run_drops_only_rows_after_its_checkpoint(log, tmp_path):
-    """Lines that a user has added to the log stay in it."""
+def test_a_start_makes_later_rows_void_and_removes_nothing(log, tmp_path):
+    """Lines that a user has added to the log stay in it as well."""
+    file = tmp_path / "metrics.jsonl"
     the_log = log()
+    the_log.start({"host": "a"})
     for step in (1, 2, 3):
         the_log.evaluation(step, 2.5)
+    with open(file, "ab") as added:
+        added.write(b"\n".join(NOTES))  # the last one without a newline
+    before = file.read_bytes()
+    again = log(step=2)
+    again.start({"host": "b"})
+    again.evaluation(3, 2.25)
+    assert file.read_bytes().startswith(before + b"\n")
+    read, torn = logs.read_all_rows(file)
+    assert torn == 0 and [row["step"] for row in read] == [0, 1, 2, 3, 2, 3]
+    found = [(row["step"], row["val_loss"]) for row in logs.read_log(file)]
+    assert found == [(1, 2.5), (2, 2.5), (3, 2.25)]
+    starts = logs.read_starts(tmp_path)
+    assert [(start["step"], start["host"]) for start in starts] == [(0, "a"), (2, "b")]
+
+
+def test_rows_of_parameters_become_void_with_their_steps(log, tmp_path):
+    for step, logged in ((0, (3, 4)), (3, (4,))):
+        the_log = log(step=step)
+        the_log.run = dataclasses.replace(the_log.run, optim_metrics_interval=1)
+        the_log.start({})
+        for number in logged:
+            the_log.parameters(number, [{"parameter": "w", "began": step}])
+    found = [(row["step"], row["began"]) for row in logs.read_log(tmp_path / "optim.jsonl")]
+    assert found == [(3, 0), (4, 3)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 3.25', b"\xff", b"{"])
+def test_a_torn_row_is_cut_before_the_next_one_is_written(tmp_path, torn):
+    """As kill -9 in the middle of a write leaves it."""
     file = tmp_path / "metrics.jsonl"
-    first, second, third = file.read_bytes().splitlines()
-    kept = [first, *NOTES[:2], second, *NOTES[2:]]
-    file.write_bytes(b"\n".join([*kept, third, b'{"step": 3, "lo']))
-    read = metrics.read_log(file)
-    assert read == [json.loads(line) for line in (first, second, third)]
-    log(start_step=2)
-    assert file.read_bytes().splitlines()[: len(kept)] == kept
-    assert metrics.read_log(file) == read[:2]
+    row = {"step": 1}
+    Appender(file).append([row])
+    with open(file, "ab") as opened:
+        opened.write(torn)
+    assert logs.read_all_rows(file) == ([row], 1)
+    again = Appender(file)
+    for step in (2, 3):
+        again.append([{"step": step}])
+    assert logs.read_all_rows(file) == ([{"step": 1}, {"step": 2}, {"step": 3}], 0)
 
 
-def test_a_continued_run_drops_later_rows_of_parameters(log, tmp_path):
-    lines = [json.dumps({"step": step, "parameter": "w"}) + "\n" for step in (3, 4)]
-    (tmp_path / "optim.jsonl").write_text("".join(lines))
-    log(start_step=3)
-    assert (tmp_path / "optim.jsonl").read_text() == lines[0]
-
-
-def test_goodput_excludes_lost_steps_across_restarts(log, tmp_path, clock, capsys):
-    """A restart from step 3 keeps 4 useful seconds, and loses the 7 s of steps 4 and 5."""
+def test_rows_of_a_full_disk_are_written_later(log, small_disk, capsys):
+    """Half of a row fits; then other files fill and free the disk."""
     the_log = log()
-    for now, step in ((1003, 1), (1004, 3), (1010, 4)):
-        clock(now)
-        log_step(the_log, step)
-        the_log.evaluation(step, 3.0)  # a row without goodput
-    with the_log.pause():
-        clock(1020)
-    clock(1021)
-    log_step(the_log, 5)
-    assert [row["goodput"] for row in rows(tmp_path)] == [1.0, 1.0, 1.0, pytest.approx(11 / 21)]
-    assert [row["useful_seconds"] for row in rows(tmp_path)] == [3, 4, 10, 11]
-
-    clock(1067)
-    again = log(start_step=3)
-    clock(1070)
-    log_step(again, 5)
-    last = rows(tmp_path)[-1]
-    assert (last["useful_seconds"], last["goodput"]) == (7.0, pytest.approx(7 / 70))
-    assert len(rows(tmp_path)) == 3
-    capsys.readouterr()
-    again.say(again.goodput())
-    line = (
-        "goodput 10%: 7 of the 70 s since the first start were training steps, lost steps excluded"
-    )
-    assert capsys.readouterr().out == f"{line}\n"
-    now = datetime.fromtimestamp(1100, UTC)  # without starts.jsonl, this start counts as the first
-    rates = again.meter.rates
-    assert metrics.Log(tmp_path, again.run, rates, 5, now).meter.useful_seconds == 0
-
-
-def test_training_continues_if_a_row_cannot_be_written(log, tmp_path, capsys):
-    the_log = log()
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    file, other = small_disk / "metrics.jsonl", small_disk / "other"
+    the_log.rows = Appender(file)
     the_log.evaluation(1, 4.0)
-    assert "metrics.jsonl: [Errno 28] No space left on device" in capsys.readouterr().out
-    (tmp_path / "metrics.jsonl").unlink()
-    the_log.evaluation(2, 3.0)
-    assert [row["step"] for row in rows(tmp_path, "val_loss")] == [2]
+    other.write_bytes(bytes(500_000))
+    with suppress(OSError), open(other, "ab", buffering=0) as filler:
+        while True:
+            filler.write(bytes(1 << 12))
+    steps = range(2, 200)  # more than the last block of the file has room for
+    for step in steps:
+        the_log.evaluation(step, 3.0)
+    said = capsys.readouterr().out
+    assert said.count(f"cannot write {file}: [Errno 28] No space left on device; its rows") == 1
+    whole = len(logs.read_log(file))
+    assert 1 <= whole < 199 and file.read_bytes().endswith(b"\n")
+    other.unlink()
+    the_log.evaluation(200, 2.0)
+    assert f"{file} can be written again" in capsys.readouterr().out
+    assert [row["step"] for row in logs.read_log(file)] == list(range(1, 201))
+
+
+def test_rows_that_are_kept_are_bounded(tmp_path):
+    (tmp_path / "log").symlink_to("/dev/full")
+    appender = Appender(tmp_path / "log")
+    for first in (0, 5):
+        problem = appender.append([{"step": first + i} for i in range(logs.MOST_KEPT)])
+        assert "No space left on device" in problem
+    assert len(appender.kept) == logs.MOST_KEPT
+    assert appender.kept[0] == '{"step": 5}\n'
+
+
+def test_a_row_has_the_seconds_since_its_start_of_a_clock_that_never_jumps(log, tmp_path, clock):
+    the_log = log()
+    clock(1003)
+    the_log.start({})
+    the_log.evaluation(1, 4.0)
+    (start,) = logs.read_starts(tmp_path)
+    (row,) = rows(tmp_path, "val_loss")
+    began = datetime.fromisoformat(start["time"])
+    assert began == datetime.fromtimestamp(1000, UTC) and row["elapsed"] == 3.0
+    assert datetime.fromisoformat(row["time"]) == datetime.fromtimestamp(1003, UTC)
 
 
 def as_on_an_h200(argv: list[str]) -> tuple[int, str, str]:
@@ -327,7 +357,7 @@ def test_mfu_uses_the_known_peak_or_peak_tflops(on_ranks, tmp_path):
         (status, _, _), _ = on_ranks(2, as_on_an_h200, text)
         assert status == 0
         folder = tmp_path / name.split()[0]
-        config = ModelConfig(**json.loads((folder / "starts.jsonl").read_text())["model"])
+        config = ModelConfig(**logs.read_starts(folder)[0]["model"])
         (row,) = rows(folder)
         flops = row["tokens_per_second"] * build_model(config).flops_per_token(config.seq_len)
         of_peak = peak and pytest.approx(flops / (2 * peak))  # both devices at their peak
