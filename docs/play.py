@@ -165,7 +165,7 @@ def missing(answer: str, place: str, source: str) -> str:
 
 def hints(bug: Block, without: str, output: str) -> list[str]:
     """Return hints at the function, the smaller first, from outputs without and with the bug."""
-    noise = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s|^ *(?:goodput|slowest).*", re.M)
+    noise = re.compile(r"[\d.,]+ ?(?:%|(?:ms|s|tok/s)\b)|\d+m\d+s|^ *slowest.*", re.M)
     without = noise.sub("", without)
     lines = [line.strip() for line in output.splitlines() if noise.sub("", line) not in without]
     letter = bug.place.replace(".", ":").split(":")[-1][0]

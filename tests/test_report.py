@@ -153,6 +153,19 @@ def test_the_time_line_shows_the_phases_of_a_run(drawn, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "hours, goodput", [(0, "67%: 20 of the 30 s"), (-1, "100%: 20 of the 20 s")]
+)
+def test_goodput_is_right_although_clocks_are_set(tmp_path, capsys, hours, goodput):
+    """The second start is 10 s after the first one stopped, on a clock that may be an hour behind."""
+    log = [start(0, 0), training_row(1, 1), training_row(10, 10)]
+    log += [start(10, 20 + 3600 * hours), training_row(11, 21 + 3600 * hours)]
+    log += [training_row(20, 30 + 3600 * hours)]
+    folder = write_run(tmp_path / "run", log)
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert f"run: goodput {goodput} since the first start were" in capsys.readouterr().out
+
+
 def test_a_page_of_two_runs_escapes_their_names(drawn, tmp_path):
     name = '</script><img src=x onerror="alert(1)"> & "a"'.replace("/", "")
     a = write_run(tmp_path / name, [start(0, 0, data="</script>"), *training_rows(3)])

@@ -99,6 +99,8 @@ def numbers(out: Path) -> dict[str, float]:
                 found[f"step {row['step']} {name}"] = row[there]
     for line in (out / "optim.jsonl").read_text().splitlines():
         row = json.loads(line)
+        if "parameter" not in row:  # of a start
+            continue
         step, parameter = row.pop("step"), row.pop("parameter")
         found |= {f"step {step} {parameter} {name}": value for name, value in row.items()}
     return found
