@@ -58,12 +58,13 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     "ranks, strategy",
     [
         (2, "ddp"),
+        (2, "fsdp --micro_batch_size 4"),  # without accumulation
         (4, "hsdp --dp_shard 2 --grad_sync shard --optimizer muon"),
         (4, "fsdp --tp 2 --grad_sync micro_batch --model tinyllama-1.1b --optimizer muon"),
     ],
 )
 def test_the_estimate_of_a_ranks_tensors_is_exact(on_ranks, ranks, strategy):
-    text = f"--max_steps 2 --strategy {strategy} --micro_batch_size 1"
+    text = f"--max_steps 2 --micro_batch_size 1 --strategy {strategy}"
     for estimate, taken in on_ranks(ranks, state_bytes, text):
         for part, size in taken.items():
             assert estimate[part] == size, part

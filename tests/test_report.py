@@ -157,7 +157,7 @@ def test_the_time_line_shows_the_phases_of_a_run(drawn, tmp_path):
     "hours, goodput", [(0, "67%: 20 of the 30 s"), (-1, "100%: 20 of the 20 s")]
 )
 def test_goodput_is_right_although_clocks_are_set(tmp_path, capsys, hours, goodput):
-    """The second start is 10 s after the first one stopped, on a clock that may be an hour behind."""
+    """The second start is 10 s after the first, on a clock that may be an hour behind."""
     log = [start(0, 0), training_row(1, 1), training_row(10, 10)]
     log += [start(10, 20 + 3600 * hours), training_row(11, 21 + 3600 * hours)]
     log += [training_row(20, 30 + 3600 * hours)]
