@@ -460,6 +460,12 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if row.get("event") == "start"]
 
 
+def has_evaluation(out: Path, step: int) -> bool:
+    """Whether the log of the run `out` has the evaluation of this step."""
+    rows = read_log(out / "metrics.jsonl")
+    return any("val_loss" in row and row["step"] == step for row in rows)
+
+
 def replace_file(path: Path, text: str | bytes) -> None:
     """Replace a file atomically. On failure, it is unchanged; the OSError contains its path."""
     partial = path.with_name(f".{path.name}.tmp")

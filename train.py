@@ -54,7 +54,7 @@ import errors
 import layout
 import optim
 from config import Run
-from log import Log, is_due, read_starts, replace_file
+from log import Log, has_evaluation, is_due, read_starts, replace_file
 from model import Transformer, eval_mode
 from runtime import agreement, startup_lines
 from runtime.profiling import Profiler
@@ -145,7 +145,8 @@ def train(
     optim.jsonl, another host more than a step behind and, with --log_interval 1, the previous row.
     """
     began = time.monotonic()
-    if start.step >= run.max_steps:
+    is_done = start.step >= run.max_steps
+    if is_done and dist.on_rank0(has_evaluation, Path(run.out), run.max_steps):
         startup_lines.say(world, startup_lines.describe_no_steps(run, start, notes))
         return 0
 
@@ -213,6 +214,12 @@ def train(
 
     if world.device.type == "cpu":
         dist.keep_freed_memory()
+    stop = False
+    if is_done:  # but for the last evaluation, which a signal has ended
+        val_loss = evaluate(forward, val_batches, watchdog, state.step, stop_request)
+        stop = val_loss is None
+        if not stop:
+            log.evaluation(state.step, val_loss)
     for step in range(start.step + 1, run.max_steps + 1):
         state.step = step
         state.tokens += run.tokens_per_step
@@ -231,8 +238,8 @@ def train(
             )
         is_last = step == run.max_steps
         # True if rank 0 knew of a stop request one step ago. All ranks stop after the same step.
-        stop = stop_request.poll() and not is_last
-        evaluates = is_last or is_due(step, run.eval_interval)
+        stop = stop_request.poll()
+        evaluates = not stop and (is_last or is_due(step, run.eval_interval))
         saves = is_last or stop or is_due(step, run.save_interval)
         is_first = step == start.step + 1
         log.write_arrived_row()  # the row of an earlier step
@@ -240,15 +247,15 @@ def train(
             log.row(step, state.tokens, **columns, spread={"data_wait": batches.take_wait()})
         if table and world.rank == 0:
             log.parameters(step, table.rows())  # waits for the device
-        saves = saves and run.checkpoint != "none"
         if evaluates or saves:
             with log.pause():
-                if saves and stop:  # save first: torchrun kills the ranks 30 s after a signal
-                    save(run, state, saver, columns["mean"]["loss"], watchdog, lock)
                 if evaluates:
-                    log.evaluation(step, evaluate(forward, val_batches, watchdog, step))
-                # Otherwise evaluate first: a run that resumes here does not evaluate again.
-                if saves and not stop:
+                    val_loss = evaluate(forward, val_batches, watchdog, step, stop_request)
+                    stop = val_loss is None
+                    if not stop:
+                        log.evaluation(step, val_loss)
+                # After the evaluation, since a run that resumes here does not evaluate again.
+                if (saves or stop) and run.checkpoint != "none":
                     save(run, state, saver, columns["mean"]["loss"], watchdog, lock)
         if saver.rows:
             log.checkpoints(saver.take_rows())
@@ -425,11 +432,16 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    forward: nn.Module, val_batches: list[tuple[int, Tensor]], watchdog: Watchdog, step: int
-) -> float:
+    forward: nn.Module,
+    val_batches: list[tuple[int, Tensor]],
+    watchdog: Watchdog,
+    step: int,
+    stop_request: agreement.StopRequest | None = None,
+) -> float | None:
     """Return the mean loss over the fixed validation set, in nats per token.
 
-    Every rank takes part in every forward, with weight 0 once it has no sequences left.
+    Every rank takes part in every forward, with weight 0 once it has no sequences left. Returns
+    None on all ranks after the batch in which one of them got a signal to stop.
     """
     device = next(forward.parameters()).device
     total = torch.zeros((), device=device)
@@ -439,6 +451,8 @@ def evaluate(
             tokens = tokens.to(device)
             total += forward(tokens[:, :-1], tokens[:, 1:]) * weight
             watchdog.progress(step, "evaluating")
+            if stop_request and stop_request.agree():
+                return None
     # Under tp, all ranks of a group add the same sequences to both sums, so the ratio is right.
     count = sum(weight for weight, _ in val_batches)
     sums = torch.stack((total.double(), total.new_tensor(count, dtype=torch.float64)))

@@ -64,6 +64,13 @@ class StopRequest:
         self.in_flight = [broadcast, barrier]
         return any_rank
 
+    def agree(self) -> bool:
+        """Return whether any rank got a signal. The hosts wait for each other, not for devices."""
+        self.wait()
+        flag = torch.tensor([float(self.signalled)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
+        return bool(flag[0])
+
     def wait(self) -> None:
         """Wait until the broadcast and the barrier are done."""
         for work in self.in_flight:

@@ -203,6 +203,28 @@ def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
     assert_same(run.out, whole)
 
 
+def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
+    start, whole, pool, tokens
+):
+    """The evaluation has 170 batches, and ends after the one in which the signal comes."""
+    flags = f"{RUN} --eval_sequences 400"
+    run = start("pool", flags)
+    run.until(lambda: run.rows()[-1:] and run.rows()[-1]["step"] == STEPS)
+    os.kill(run.ranks()[1], signal.SIGTERM)
+    assert run.wait() == os.EX_TEMPFAIL
+    assert f"stopped after step {STEPS}; the same command continues" in run.printed()
+    assert run.rows("val_loss") == []
+    assert saved_steps(run.out)[-1] == STEPS
+
+    again = finish(pool, tokens, run.out, flags)
+    assert [row["step"] for row in again.rows("val_loss")] == [STEPS]
+    assert ends_of(run.out) == [(STEPS, "stopped"), (STEPS, "finished")]
+    assert_same(run.out, whole)
+    log = (run.out / "metrics.jsonl").read_text()
+    assert f"is finished, step {STEPS} of {STEPS}" in finish(pool, tokens, run.out, flags).printed
+    assert (run.out / "metrics.jsonl").read_text() == log
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_job_and_harms_nothing(start, whole, pool, tokens):
     job = start("torchrun")

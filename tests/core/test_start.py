@@ -794,4 +794,6 @@ def test_a_folder_belongs_to_one_run_at_a_time(judge, job):
     (stopped,) = Run(first.out, 0, "", "").steps()[-1:]
     assert stopped == first.rows()[-1]["step"]
     assert f"stopped after step {stopped}" in first.printed()
+    last = Start(f"--max_steps {stopped}", f"step {stopped}/{stopped}  val_loss")
+    judge.check_lines(last, judge.run(last))
     judge(Start(f"--max_steps {stopped}", f"step {stopped} of {stopped}"))
