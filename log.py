@@ -176,8 +176,8 @@ class Log:
         self.is_lost = is_lost
         self.has_lost = False  # whether a write was left out for this reason
         self.is_rank0 = torch.distributed.get_rank() == 0
-        self.rows = Appender(out / "metrics.jsonl")
-        self.parameter_rows = Appender(out / "optim.jsonl")
+        self.file = Appender(out / "metrics.jsonl")
+        self.parameters_file = Appender(out / "optim.jsonl")
         self.last_row: dict | None = None  # this process's last training row, on every rank
         self.mark = set_mark(device, step, tokens)  # where the next row begins
         self.pending: Pending | None = None
@@ -268,13 +268,13 @@ class Log:
         age = timedelta(seconds=time.monotonic() - self.began)
         time_of_start = (datetime.now().astimezone() - age).isoformat()
         row = {"step": step, "event": "start", "time": time_of_start, **facts}
-        self.append(self.rows, [row])
+        self.append(self.file, [row])
         if self.run.optim_metrics_interval:
-            self.append(self.parameter_rows, [{"step": step, "event": "start"}])
+            self.append(self.parameters_file, [{"step": step, "event": "start"}])
 
     def parameters(self, step: int, rows: list[dict]) -> None:
         """Append the rows of an optim.ParameterTable to optim.jsonl."""
-        self.append(self.parameter_rows, [{"step": step, **row} for row in rows])
+        self.append(self.parameters_file, [{"step": step, **row} for row in rows])
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
@@ -300,7 +300,7 @@ class Log:
         """Append a row to metrics.jsonl; send training rows and evaluations to the tracker."""
         elapsed = time.monotonic() - self.began
         stamp = {"time": datetime.now().astimezone().isoformat(), "elapsed": elapsed}
-        self.append(self.rows, [row | stamp])
+        self.append(self.file, [row | stamp])
         if self.send and not row.keys() & {"event", "end"}:
             try:
                 self.send({name: value for name, value in row.items() if value is not None})

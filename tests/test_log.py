@@ -302,7 +302,7 @@ def test_rows_of_a_full_disk_are_written_later(log, small_disk, capsys):
     """Half of a row fits; then other files fill and free the disk."""
     the_log = log()
     file, other = small_disk / "metrics.jsonl", small_disk / "other"
-    the_log.rows = Appender(file)
+    the_log.file = Appender(file)
     the_log.evaluation(1, 4.0)
     other.write_bytes(bytes(500_000))
     with suppress(OSError), open(other, "ab", buffering=0) as filler:
