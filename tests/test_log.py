@@ -164,6 +164,25 @@ def test_the_console_prints_how_long_a_save_took(log, capsys):
     assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
 
 
+def test_a_tracker_gets_training_rows_and_evaluations(log):
+    sent = []
+    the_log = log()
+    the_log.send = sent.append
+    the_log.mark = dataclasses.replace(the_log.mark, host_time=999.0)
+    log_step(the_log, 1)
+    the_log.evaluation(1, 4.0)
+    failed = {"step": 1, "event": "checkpoint_failed", "path": "here", "error": "full"}
+    the_log.checkpoints([failed])
+    the_log.end(1, "finished")
+    assert [row.get("loss") or row["val_loss"] for row in sent] == [2.5, 4.0]
+
+
+@pytest.mark.parametrize("loss, weight, finite", [(2.0, 1.0, True), (math.nan, 1.0, False)])
+def test_a_save_needs_a_finite_loss(one_rank, loss, weight, finite):
+    weights = {"w": torch.full((2,), weight)}
+    assert train.is_finite(weights, torch.tensor(loss)) == finite
+
+
 class LateEvent:
     """An event that a device which lags behind the host has not reached yet."""
 
