@@ -460,10 +460,11 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if row.get("event") == "start"]
 
 
-def has_evaluation(out: Path, step: int) -> bool:
-    """Whether the log of the run `out` has the evaluation of this step."""
+def has_ended(out: Path, step: int, max_steps: int) -> bool:
+    """Whether a run that has done `step` steps is past its end, or at its end and evaluated."""
     rows = read_log(out / "metrics.jsonl")
-    return any("val_loss" in row and row["step"] == step for row in rows)
+    is_evaluated = any("val_loss" in row and row["step"] == step for row in rows)
+    return step > max_steps or (step == max_steps and is_evaluated)
 
 
 def replace_file(path: Path, text: str | bytes) -> None:

@@ -5,7 +5,6 @@ python prepare.py --source 'web/*.jsonl.gz' --tokenizer tokenizer.json --out tok
 curl -L URL | python prepare.py --source - --out tokens/web
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import errors
-from errors import UsageError, plural
+from errors import UsageError, plural, try_lock
 from text import tokenizer
 from text.encode import Encoder, Splitter, tokenize
 from text.sources import Corpus, SourceError, find_files
@@ -54,14 +53,8 @@ def unfinished(out: Path) -> Iterator[Path]:
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
-        is_there = os.path.samestat(os.fstat(lock), lock_file.stat())
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        is_there = False
-    if not is_there:  # the last owner removes the file, and a new one is another's
-        os.close(lock)
+    lock = try_lock(lock_file)
+    if lock is None:
         raise UsageError(f"another process is writing --out {out}: wait until it has finished")
     try:
         if os.path.lexists(out):

@@ -16,8 +16,6 @@ OUT/config.json      the flags as given, in this start or an earlier one; editin
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -37,7 +35,7 @@ import data
 import dist
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
-from errors import RunError, UsageError
+from errors import RunError, UsageError, is_at, try_lock
 from log import read_log
 from model import ModelConfig
 
@@ -478,33 +476,3 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
         with contextlib.suppress(OSError):  # not empty
             for folder in new_folders:  # innermost first
                 folder.rmdir()
-
-
-def try_lock(path: Path) -> int | None:
-    """Create and lock the file `path`; return its open descriptor, or None if it is locked.
-
-    A POSIX record lock: the kernel releases it when its process ends, even by kill -9. Unlike
-    a flock lock, it is not inherited by child processes, which may outlive their parent (for
-    example data loader workers). It works between hosts on NFS and Lustre. Closing any descriptor
-    of the file releases it. If the file system does not support locks, warns and continues.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(descriptor)
-            return None
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        print(f"{path}: no locks on this file system: do not start another run there")
-    # The last owner may have removed or renamed the file since this process opened it.
-    if is_at(path, descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def is_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` refers to the open file `descriptor`."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

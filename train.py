@@ -54,7 +54,7 @@ import errors
 import layout
 import optim
 from config import Run
-from log import Log, has_evaluation, is_due, read_starts, replace_file
+from log import Log, has_ended, is_due, read_starts, replace_file
 from model import Transformer, eval_mode
 from runtime import agreement, startup_lines
 from runtime.profiling import Profiler
@@ -146,7 +146,7 @@ def train(
     """
     began = time.monotonic()
     is_done = start.step >= run.max_steps
-    if is_done and dist.on_rank0(has_evaluation, Path(run.out), run.max_steps):
+    if is_done and dist.on_rank0(has_ended, Path(run.out), start.step, run.max_steps):
         startup_lines.say(world, startup_lines.describe_no_steps(run, start, notes))
         return 0
 

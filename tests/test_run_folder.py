@@ -22,9 +22,9 @@ import config
 import data
 import dist
 from config import FLAGS
-from errors import UsageError
+from errors import UsageError, try_lock
 from model import ModelConfig
-from start import compare, find_start, hold_lock, try_lock
+from start import compare, find_start, hold_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}
 MODEL |= {"d_model": 32, "d_ff": 64, "seq_len": 16}

@@ -410,6 +410,10 @@ STARTS = {
         Start(f"{MANY} --max_steps 3", ranks=2, steps=[1, 2, 3]),
         Start(f"{MANY} --max_steps 4", ranks=3, **TO_4 | {"like": MANY}),
     ],
+    "fewer steps than done, without an evaluation there": [
+        Start("--eval_interval 0", steps=[1, 2], evaluated=[2]),
+        Start("--eval_interval 0 --max_steps 1", "step 2 of 1"),
+    ],
     "other micro-batches": [
         trained("--micro_batch_size 2 --max_steps 3", "micro_batch_size 8 -> 2", **TO_3),
     ],
