@@ -135,10 +135,10 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{key}", value
 
 
-def part_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; the tensor itself if it has all parts."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
 
 
 def start_of(tensor: Tensor) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def load_state(
             except CheckpointError as failure:
                 error = failure  # raise after the loop: other replicas still expect broadcasts
         if replicas:
-            torch.distributed.broadcast(part_of(tensor), group=replicas, group_src=0)
+            torch.distributed.broadcast(local(tensor), group=replicas, group_src=0)
         progress()
     if error:
         raise error
@@ -234,9 +234,9 @@ class Reader:
             entry = self.tensors.get(name)
             if entry is None or entry.full.shape != tensor.shape:
                 raise ValueError(f"it has no tensor {name} of shape {tuple(tensor.shape)}")
-            local = part_of(tensor)
-            for place, saved in self.overlaps(name, start_of(tensor), local.shape):
-                local[place].copy_(saved)
+            part = local(tensor)
+            for place, saved in self.overlaps(name, start_of(tensor), part.shape):
+                part[place].copy_(saved)
 
     def overlaps(
         self, name: str, start: Sequence[int], shape: Sequence[int]
@@ -595,7 +595,7 @@ def local_parts(state: dict) -> dict[str, Tensor]:
         kind = getattr(value, "dtype", type(value).__name__)
         if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be saved: {kind} is none of {', '.join(DTYPES)}")
-        parts[name] = part_of(value)
+        parts[name] = local(value)
     return parts
 
 

@@ -82,6 +82,17 @@ class TokenFolder:
         """The meaning of an id, whatever the folder's path: equal for all folders of a mixture."""
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
 
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens of a built-in tokenizer; without a known one, their ids."""
+        if self.tokenizer_name is None:
+            return " ".join(map(str, tokens))
+        if self.tokenizer_name == "bytes":  # 256 is the end of a text
+            pieces = [bytes([token]) if token < 256 else b"<|endoftext|>" for token in tokens]
+            return b"".join(pieces).decode(errors="replace")
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2").decode(tokens)
+
     def tokens(self, split: str) -> np.ndarray:
         """Memory-map the tokens of train.bin or val.bin, (n_tokens,)."""
         return memmap_tokens(self.path / f"{split}.bin", self.dtype)

@@ -229,6 +229,7 @@ def start(
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     place = find_device(device, local_rank, local_size)
     prepare_process(place, lazy)
+    progress.report(0, "starting", is_slow=True)
     try:
         store = find_store(rank, join_timeout or timeout)
         # Cloned now: cloning connects to the store's server, which may have ended later.
@@ -563,6 +564,97 @@ def materialize(
         # src_data_rank=None: split locally, since all ranks have the full tensor
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(part)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stopping together
+
+
+class StopRequest:
+    """Tells all ranks in the same step, within two steps, that one of them got a signal to stop.
+
+    In its context, signal handlers replace those of the process, and only set a flag. A rank that
+    got a signal tells rank 0 through the store. In each step, rank 0 broadcasts whether there is a
+    signal. The broadcast and a barrier run during the next step, in log2(N) hops, in a separate
+    gloo group: devices do not wait, and a host waits only for hosts more than one step behind.
+    """
+
+    def __init__(self, world: World):
+        self.rank = world.rank
+        self.store = world.store
+        self.group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
+        self.flag = torch.zeros(1)
+        self.in_flight: list[torch.distributed.Work] = []
+        self.signalled = False
+        self.old_handlers: dict[int, Callable] = {}
+
+    def __enter__(self) -> "StopRequest":
+        # Ctrl-C; torchrun and schedulers; schedulers, before a time limit; a closing terminal
+        to_the_limit = (signal.SIGUSR1, signal.SIGUSR2)
+        for number in (signal.SIGINT, signal.SIGTERM, *to_the_limit, signal.SIGHUP):
+            # Under nohup, SIGHUP is ignored: then the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.old_handlers[number] = signal.signal(number, self.on_signal)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
+
+    def on_signal(self, number: int, frame) -> None:
+        self.signalled = True
+        if not is_torchruns():  # torchrun forwards the Ctrl-C that the terminal sends as well
+            # Without torchrun, a second Ctrl-C ends the run at once.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def poll(self) -> bool:
+        """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
+        self.wait()
+        any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
+        if self.signalled:
+            self.store.set("stop requested", "")
+        is_requested = self.rank == 0 and self.store.check(["stop requested"])
+        self.flag = torch.tensor([float(is_requested)])
+        broadcast = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
+        barrier = torch.distributed.barrier(self.group, async_op=True)
+        self.in_flight = [broadcast, barrier]
+        return any_rank
+
+    def agree(self) -> bool:
+        """Return whether any rank got a signal. The hosts wait for each other, not for devices."""
+        self.wait()
+        flag = torch.tensor([float(self.signalled)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
+        return bool(flag[0])
+
+    def wait(self) -> None:
+        """Wait until the broadcast and the barrier are done."""
+        for work in self.in_flight:
+            work.wait()
+
+
+# --------------------------------------------------------------------------------------------------
+# Where this rank is
+
+
+@dataclass
+class Progress:
+    """Where a rank is, for whoever wants to know: a watchdog's thread, for example, reads it."""
+
+    reports: int = 0  # so far
+    place: str = "after step 0, starting"
+    is_slow: bool = True  # starting, compiling or saving, which may take longer
+    exit_status: int = 1  # of this process if it is ended now; 0 if the run is complete
+
+    def report(self, step: int, doing: str, is_slow: bool = False, exit_status: int = 1) -> None:
+        """Record what this rank does after `step` finished steps."""
+        self.place = f"after step {step}, {doing}"
+        self.is_slow = is_slow
+        self.exit_status = exit_status
+        self.reports += 1
+
+
+progress = Progress()  # of this process
 
 
 # --------------------------------------------------------------------------------------------------

@@ -77,6 +77,17 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
+def set_torch_variables() -> None:
+    """Set the environment variables that torch reads when it is imported, unless a user has."""
+    # They silence the profiler's log and C++ warnings about failed collectives, which are less
+    # informative than the watchdog's message.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # FSDP allocates on four streams, which share no blocks: expandable segments leave no gaps.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def report_error(program: str, message: str, where: str = "", began: float | None = None) -> None:
     """Print an error in one line, if stderr is still open, and add it to torchrun's report."""
     line = f"{program}: error{where}: {message}"
@@ -96,6 +107,19 @@ def write_root_cause(line: str, began: float | None = None) -> None:
         message = {"message": line, "extraInfo": {"timestamp": str(int(began or time.time()))}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": message}))
+
+
+def report_stop(line: str) -> int:
+    """Print on rank 0 that a run has stopped early, as it was asked to; return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's report on each host shows it once
+        write_root_cause(line)
+    # Status 75 (EX_TEMPFAIL) asks a scheduler to start the run again. With --max-restarts, torchrun
+    # would restart a failed run at once: then return 0.
+    will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return 0 if will_restart else os.EX_TEMPFAIL
 
 
 def execute(program: str, command: Callable, *arguments) -> int:

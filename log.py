@@ -276,8 +276,13 @@ class Log:
         """Append the rows of an optim.ParameterTable to optim.jsonl."""
         self.append(self.parameters_file, [{"step": step, **row} for row in rows])
 
-    def evaluation(self, step: int, val_loss: float) -> None:
-        """Write the row of an evaluation. Raises Diverged if the loss is not finite."""
+    def evaluation(self, step: int, val_loss: float | None) -> None:
+        """Write the row of an evaluation, unless it was given up (None).
+
+        Raises Diverged if the loss is not finite.
+        """
+        if val_loss is None:
+            return
         self.write({"step": step, "val_loss": val_loss})
         self.say(f"val_loss {val_loss:.4f}", step)
         if not math.isfinite(val_loss):
@@ -323,12 +328,17 @@ class Log:
             self.say(f"{appender.path} can be written again")
 
     def say(self, line: str, step: int | None = None) -> None:
-        if not self.is_rank0:
-            return
+        """Print a line on rank 0; with `step`, after the number of steps."""
         if step is not None:
             line = f"step {step:>{len(str(self.run.max_steps))}}/{self.run.max_steps}  {line}"
-        with suppress(OSError):  # a closed pipe or a full disk does not end the run
-            print(line, flush=True)
+        say(line)
+
+
+def say(*lines: str) -> None:
+    """Print lines on rank 0. A closed pipe or a full disk does not end the run."""
+    if torch.distributed.get_rank() == 0:
+        with suppress(OSError):
+            print("\n".join(lines), flush=True)
 
 
 def console_line(row: dict, max_steps: int, seconds_left: float | None) -> str:
@@ -460,11 +470,10 @@ def read_starts(out: Path) -> list[dict]:
     return [row for row in rows if row.get("event") == "start"]
 
 
-def has_ended(out: Path, step: int, max_steps: int) -> bool:
-    """Whether a run that has done `step` steps is past its end, or at its end and evaluated."""
+def has_evaluation(out: Path, step: int) -> bool:
+    """Whether the log of the run `out` has an evaluation of `step`."""
     rows = read_log(out / "metrics.jsonl")
-    is_evaluated = any("val_loss" in row and row["step"] == step for row in rows)
-    return step > max_steps or (step == max_steps and is_evaluated)
+    return any("val_loss" in row and row["step"] == step for row in rows)
 
 
 def replace_file(path: Path, text: str | bytes) -> None:

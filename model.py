@@ -1,4 +1,4 @@
-"""The decoder: a Llama-3-style transformer, its named sizes, initial weights, FLOPs and tp plan.
+"""The decoder: a Llama-3-style transformer, its sizes, weights, FLOPs, tp plan and generation.
 
 Every strategy runs the same arithmetic. Weights are in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them in it); each layer casts its weight to the dtype of its input.
@@ -25,6 +25,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.overrides import wrap_torch_function
+
+
+class NotFinite(RuntimeError):
+    """The model computes values that are not finite."""
+
+    exit_status = 1
 
 
 @dataclass(frozen=True)
@@ -565,3 +571,82 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How `generate` draws tokens, and when it stops. See `draw`."""
+
+    temperature: float = 1.0  # 0: take the most likely token
+    top_k: int = 0  # 0: draw from all tokens
+    top_p: float = 1.0
+    stop: int | None = None  # this token ends the text, and is not part of it
+    seed: int = 0
+
+
+CUDA_CONTEXT_MULTIPLE = 128  # tokens: see `generate`
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: list[int],
+    n: int,
+    sampling: Sampling,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    device: torch.device | str,
+    tp: int = 1,
+) -> Iterator[int]:
+    """Continue a prompt, which must not be empty: yield up to n tokens.
+
+    `draw` draws each token, given the last seq_len tokens. Ids of vocab_size and above only pad the
+    head and are never drawn. The same seed gives the same tokens. `tp` is the number of ranks that
+    split a sequence; it divides seq_len. Raises NotFinite.
+    """
+    tokens = list(prompt)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    # cuDNN builds a plan for each new shape, which takes about half a second: the context may not
+    # grow by one token at a time. On CPUs, which need no plans, padding would change the rounding.
+    is_cuda = torch.device(device).type == "cuda"
+    multiple = math.lcm(tp, CUDA_CONTEXT_MULTIPLE) if is_cuda else tp
+    with eval_mode(model):
+        for _ in range(n):
+            context = tokens[-seq_len:]
+            padding = [0] * (-len(context) % multiple)  # at the end, since attention is causal
+            logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
+            logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
+            if not logits.isfinite().all():
+                raise NotFinite(
+                    "the model's logits are not finite: its weights have diverged or are damaged"
+                )
+            token = draw(logits, sampling, generator)
+            if token == sampling.stop:
+                return
+            tokens.append(token)
+            yield token
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
+
+    top_k > 0 keeps only the top_k most likely tokens. Then top_p < 1 keeps the fewest tokens whose
+    probabilities add up to at least top_p (nucleus sampling, Holtzman et al. 2020).
+    """
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if 0 < sampling.top_k < len(logits):
+        smallest_kept = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
+    # Subtract the largest first, so that no temperature above 0 overflows.
+    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
+        ranked, tokens = probabilities.sort(descending=True)
+        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
+        probabilities[tokens[before >= sampling.top_p]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

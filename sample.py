@@ -5,23 +5,16 @@ python sample.py --run runs/tiny/checkpoints/step-00000700 --temperature 0 --max
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
-import data
 import dist
 import errors
-from config import Run
-from model import ModelConfig, Transformer, eval_mode
-from runtime.watchdog import Watchdog
+from model import ModelConfig, Sampling, Transformer, generate
 from start import newest_checkpoint, read_model
 from text import tokenizer
 
@@ -61,124 +54,6 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     checkpoint.load_state(path, {"model": weights})
     return model
-
-
-# --------------------------------------------------------------------------------------------------
-# Generation
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How `generate` draws tokens, and when it stops. See `draw`."""
-
-    temperature: float = 1.0  # 0: take the most likely token
-    top_k: int = 0  # 0: draw from all tokens
-    top_p: float = 1.0
-    stop: int | None = None  # this token ends the text, and is not part of it
-    seed: int = 0
-
-
-CUDA_CONTEXT_MULTIPLE = 128  # tokens: see `generate`
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    prompt: list[int],
-    n: int,
-    sampling: Sampling,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    device: torch.device | str,
-    tp: int = 1,
-) -> Iterator[int]:
-    """Continue a prompt, which must not be empty: yield up to n tokens.
-
-    `draw` draws each token, given the last seq_len tokens. Ids of vocab_size and above only pad the
-    head and are never drawn. The same seed gives the same tokens. `tp` is the number of ranks that
-    split a sequence; it divides seq_len. Raises RunError.
-    """
-    tokens = list(prompt)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    # cuDNN builds a plan for each new shape, which takes about half a second: the context may not
-    # grow by one token at a time. On CPUs, which need no plans, padding would change the rounding.
-    is_cuda = torch.device(device).type == "cuda"
-    multiple = math.lcm(tp, CUDA_CONTEXT_MULTIPLE) if is_cuda else tp
-    with eval_mode(model):
-        for _ in range(n):
-            context = tokens[-seq_len:]
-            padding = [0] * (-len(context) % multiple)  # at the end, since attention is causal
-            logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
-            logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
-            if not logits.isfinite().all():
-                raise errors.RunError(
-                    "the model's logits are not finite: its weights have diverged or are damaged"
-                )
-            token = draw(logits, sampling, generator)
-            if token == sampling.stop:
-                return
-            tokens.append(token)
-            yield token
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
-
-    top_k > 0 keeps only the top_k most likely tokens. Then top_p < 1 keeps the fewest tokens whose
-    probabilities add up to at least top_p (nucleus sampling, Holtzman et al. 2020).
-    """
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    if 0 < sampling.top_k < len(logits):
-        smallest_kept = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
-    # Subtract the largest first, so that no temperature above 0 overflows.
-    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
-        ranked, tokens = probabilities.sort(descending=True)
-        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
-        probabilities[tokens[before >= sampling.top_p]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def closing_sample(
-    model: nn.Module, folder: data.TokenFolder, run: Run, world: dist.World, watchdog: Watchdog
-) -> str:
-    """Continue the start of the validation set; return the text on rank 0. All ranks call it."""
-    tokens = folder.tokens("val")[: max(1, run.seq_len // 4)].tolist()
-    size = dict(seq_len=run.seq_len, vocab_size=folder.vocab_size, device=world.device, tp=run.tp)
-    try:
-        if isinstance(model, FSDPModule):
-            gather_once(model, run, world)
-        for token in generate(model, tokens, run.sample_tokens, Sampling(temperature=0.8), **size):
-            tokens.append(token)
-            watchdog.progress(run.max_steps, "sampling", slow=True, status=0)
-        return "".join(tokenizer.decode(folder.tokenizer, tokens)) if world.rank == 0 else ""
-    except Exception as error:  # the run itself has succeeded
-        reason = str(error).partition("\n")[0]
-        return f"no text: {reason}; python sample.py --run {run.out} needs one process only"
-
-
-def gather_once(model: FSDPModule, run: Run, world: dist.World) -> None:
-    """Have FSDP keep the weights that it gathers. Raises RunError if a rank lacks the memory."""
-    size = model.parameter_count() * run.compute_dtype.itemsize // run.tp  # tp does not split norms
-    if min(dist.on_all_ranks(free_memory, world)) < size:
-        raise errors.RunError(
-            f"all weights, {size / 1e9:.1f} GB, do not fit in a rank's free memory"
-        )
-    model.set_reshard_after_forward(False)
-
-
-def free_memory(world: dist.World) -> int:
-    """The free memory in bytes: of this rank's GPU, or this rank's share of the host's."""
-    if world.device.type == "cuda":
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + cached
-    if not (file := Path("/proc/meminfo")).exists():  # macOS
-        return dist.read_machine(world).device_memory
-    _, _, available = file.read_text().partition("MemAvailable:")  # includes the page cache
-    return int(available.split()[0]) * 1024 // world.local_size
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where a run begins: its checkpoint, its flags, its lock, and what all ranks must agree on.
+"""Where a run starts: its flags, its checkpoint, its data, and what all ranks must agree on.
 
     newest intact checkpoint in OUT? All ranks verify; damaged ones are passed over.
       yes   continue: its step, weights and optimizer; the run's flags, then those typed now
@@ -17,7 +17,9 @@ OUT/config.json      the flags as given, in this start or an earlier one; editin
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import os
 import socket
 import time
@@ -25,26 +27,171 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
 import config
 import data
 import dist
+import optim
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
-from errors import RunError, UsageError, is_at, try_lock
-from log import read_log
+from errors import RunError, UsageError, is_at, plural, try_lock
+from log import has_evaluation, read_log, replace_file
 from model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """This process's place among the ranks, and what it needs to take steps of a run."""
+
+    world: dist.World
+    mesh: DeviceMesh
+    origin: "Origin"
+    folders: list[data.TokenFolder]
+    train_data: data.TokenDataset | data.Mixture
+    val_data: data.TokenDataset | data.Mixture
+    val_batches: list[tuple[int, Tensor]]  # of this rank: (sequences that count, (B, T + 1))
+    is_evaluated: bool = False  # whether the log has an evaluation of the origin's step
+    notes: list[str] = field(default_factory=list)  # lines to print
+    lock: "Lock | None" = None
+    began: float = field(default_factory=time.monotonic)  # when, on the clock of time.monotonic
+
+    def is_finished(self, max_steps: int) -> bool:
+        """Whether the run has nothing left to do."""
+        step = self.origin.step
+        return step > max_steps or (step == max_steps and self.is_evaluated)
+
+
+def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) -> tuple[Run, Start]:
+    """Resolve the command line into a run, and open all that it needs on this rank.
+
+    All ranks call it. `held` keeps the run's lock until it closes.
+    """
+    began = time.monotonic()
+    typed = dist.on_rank0(config.parse, argv)  # all ranks use rank 0's flags
+    lock = None
+    if not typed.eval_only:  # an evaluation may run during training
+        lock = dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), typed.timeout))
+    origin = find_origin(argv, world)
+    machine = dist.find_machine(world)
+    folders = open_data(origin.given.data)
+    notes = compare_ranks(argv, folders)
+    facts = data.facts_of(folders)
+    run = dist.on_rank0(
+        config.resolve, origin.given, machine, facts, origin.kept, origin.model_config
+    )
+    changes = dist.on_rank0(compare, origin, run, folders[0])
+    notes += [f"changed: {change}" for change in changes]
+    notes += describe_learning_rate(run, origin)
+    # Refuse hardware that only emulates bfloat16, unless --dtype was given.
+    if run.dtype == "bfloat16" and not run.eval_only and origin.given.dtype == "auto":
+        with dist.raise_on_all_ranks():
+            dist.refuse_emulated_bfloat16(world)
+    start = open_start(run, origin, folders, world)
+    return run, dataclasses.replace(start, notes=notes, lock=lock, began=began)
+
+
+def open_start(
+    run: Run, origin: "Origin", folders: list[data.TokenFolder], world: dist.World
+) -> Start:
+    """Create the mesh of a run and open its data on this rank. All ranks call it."""
+    mesh = dist.make_mesh(world, run.mesh_shape)
+    train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
+    val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
+    val_indices = local_val_indices(run, mesh, len(val_data))
+    with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
+        # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
+        val_batches = [
+            (len(indices), val_data[indices or [0]].to(world.device)) for indices in val_indices
+        ]
+    first_indices = val_indices
+    if not run.eval_only:
+        first_indices = local_train_indices(run, mesh, range(origin.step + 1, origin.step + 2))
+    refuse_shared_sequences(mesh, itertools.chain.from_iterable(first_indices))
+    is_evaluated = dist.on_rank0(has_evaluation, Path(run.out), origin.step)
+    return Start(
+        world, mesh, origin, folders, train_data, val_data, val_batches, is_evaluated=is_evaluated
+    )
+
+
+def write_config(run: Run) -> None:
+    """Write OUT/config.json: the flags as they were given."""
+    out = Path(run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / "config.json", json.dumps(run.manifest["given"], indent=2) + "\n")
+
+
+def local_train_indices(run: Run, mesh: DeviceMesh, steps: range) -> Iterator[list[int]]:
+    """Yield the sequence indices of each of this rank's micro-batches in `steps`."""
+    return data.train_indices(
+        steps, run.global_batch_size, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size
+    )
+
+
+def local_val_indices(run: Run, mesh: DeviceMesh, n_sequences: int) -> list[list[int]]:
+    """Return the sequence indices of each of this rank's batches of an evaluation."""
+    count = min(run.eval_sequences, n_sequences)
+    return list(
+        data.val_indices(count, n_sequences, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size)
+    )
+
+
+def describe_learning_rate(run: Run, origin: "Origin") -> Iterator[str]:
+    """Yield notes on a learning rate that may not be what the user expects."""
+    if run.warmup_steps > run.max_steps:
+        yield (
+            f"--warmup_steps {run.warmup_steps} is more than --max_steps {run.max_steps}: the "
+            "learning rate will not reach --lr"
+        )
+    if run.eval_only or origin.path is None:
+        return
+    if origin.only_weights:
+        if run.given.lr is None:
+            yield (
+                f"the default --lr, {run.lr:.2g}, is meant for training from scratch: give a lower "
+                "one to fine-tune"
+            )
+        return
+    step = origin.step + 1
+    values = origin.manifest.get("config")
+    if values is None:  # a model that tools.hf has imported was not trained here
+        return
+    recorded = SimpleNamespace(**vars(optim.Settings()) | values)
+    before, now = optim.learning_rate(step, recorded), optim.learning_rate(step, run)
+    if now != before:
+        yield f"the learning rate of step {step:,}: {before:.2e} -> {now:.2e}"
+
+
+def describe_evaluation(run: Run, start: Start, val_loss: float) -> str:
+    """Return the line of --eval_only for `val_loss`, in nats per token."""
+    parts = start.val_data.parts
+    bytes_per_token = 0.0
+    for part in parts:
+        mean = part.folder.val_bytes / len(part.folder.tokens("val"))
+        bytes_per_token += part.folder.share / 1000 * mean
+    bits = math.nan  # if a meta.json lacks val_bytes
+    if all(part.folder.val_bytes for part in parts):
+        bits = val_loss / math.log(2) / bytes_per_token
+    perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
+    count = min(run.eval_sequences, len(start.val_data))
+    return (
+        f"{start.origin.path} on {run.data}: val_loss {val_loss:.6f}, "
+        f"perplexity {perplexity:,.4f}, {bits:.6f} bits per byte "
+        f"({plural(count, 'sequence')} of {run.seq_len:,} tokens)"
+    )
+
 
 # --------------------------------------------------------------------------------------------------
 # The checkpoint and the flags of a start
 
 
 @dataclass(frozen=True)
-class Start:
+class Origin:
     """The flags of a start and the checkpoint that it uses; `path` is None for initial weights."""
 
     given: Config
@@ -59,7 +206,7 @@ class Start:
     sources: dict[str, str] = field(default_factory=dict)  # where each flag was given
 
 
-def find_start(argv: list[str], world: dist.World) -> Start:
+def find_origin(argv: list[str], world: dist.World) -> Origin:
     """Find the flags of a start and its checkpoint. All ranks call it and get rank 0's result.
 
     The checkpoints of --out take precedence over --init_from, so that the same command can be
@@ -76,12 +223,12 @@ def find_start(argv: list[str], world: dist.World) -> Start:
     if saved:
         path, damaged = newest_intact(saved, world)
         return dist.on_rank0(with_checkpoint, argv, out, path, damaged, False)
-    start = dist.on_rank0(without_checkpoint, argv, out)
-    if start.given.init_from is None:
-        return start
-    named = Path(start.given.init_from)
+    origin = dist.on_rank0(without_checkpoint, argv, out)
+    if origin.given.init_from is None:
+        return origin
+    named = Path(origin.given.init_from)
     path, damaged = newest_intact(dist.on_rank0(checkpoints_at, named), world)
-    return dist.on_rank0(with_weights, start, path, damaged)
+    return dist.on_rank0(with_weights, origin, path, damaged)
 
 
 def newest_intact(paths: list[Path], world: dist.World) -> tuple[Path, dict[Path, str]]:
@@ -103,7 +250,7 @@ def newest_intact(paths: list[Path], world: dist.World) -> tuple[Path, dict[Path
 
 def with_checkpoint(
     argv: list[str], out: Path, path: Path, damaged: dict[Path, str], only_weights: bool
-) -> Start:
+) -> Origin:
     """Return the start that continues the run `out` from `path`, or evaluates its weights."""
     manifest = checkpoint.read_manifest(path)
     recorded = manifest.get("config", {})
@@ -123,7 +270,7 @@ def with_checkpoint(
     )
 
 
-def without_checkpoint(argv: list[str], out: Path) -> Start:
+def without_checkpoint(argv: list[str], out: Path) -> Origin:
     """Return the start of a new run, or of one that begins again. Raises UsageError."""
     saved = read_saved(out)
     rows = read_log(out / "metrics.jsonl")
@@ -140,17 +287,17 @@ def without_checkpoint(argv: list[str], out: Path) -> Start:
     return with_flags(argv, saved)
 
 
-def with_flags(argv: list[str], saved: dict[str, dict]) -> Start:
+def with_flags(argv: list[str], saved: dict[str, dict]) -> Origin:
     """Return the start of a new run with the flags of `saved`, then those typed now."""
-    return Start(given=config.parse(argv, saved), sources=config.sources(argv, saved))
+    return Origin(given=config.parse(argv, saved), sources=config.sources(argv, saved))
 
 
-def with_weights(start: Start, path: Path, damaged: dict[Path, str]) -> Start:
+def with_weights(origin: Origin, path: Path, damaged: dict[Path, str]) -> Origin:
     """Return the start of a new run with the weights of the checkpoint `path`."""
     manifest = checkpoint.read_manifest(path)
-    name = manifest.get("config", {}).get("model", start.given.init_from)
+    name = manifest.get("config", {}).get("model", origin.given.init_from)
     return dataclasses.replace(
-        start,
+        origin,
         path=path,
         manifest=manifest,
         only_weights=True,
@@ -226,16 +373,16 @@ SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"seq_len"}
 NOT_FLAGS = SHAPE | {"seq_len", FINGERPRINT, TOKENIZER, MESH}
 
 
-def compare(start: Start, run: Run, folder: data.TokenFolder) -> list[str]:
+def compare(origin: Origin, run: Run, folder: data.TokenFolder) -> list[str]:
     """Return a line for each difference between the checkpoint's run and this start's `run`.
 
     `folder` is the first one of the run's data. Raises UsageError for a changed part of the run
     without --allow_changes, and for a model that the weights do not fit. If a start uses only the
     weights, only the model and the tokenizer are compared.
     """
-    if start.path is None:
+    if origin.path is None:
         return []
-    changes = find_changes(start, run, folder)
+    changes = find_changes(origin, run, folder)
     fixed = changes.keys() & (SHAPE | {"model"})
     parts = {name for name in changes if name not in FLAGS or FLAGS[name].kind == "part"} - {MESH}
     refused = fixed if run.allow_changes else fixed | parts
@@ -243,29 +390,29 @@ def compare(start: Start, run: Run, folder: data.TokenFolder) -> list[str]:
         return list(changes.values())
     lines = []
     for name in filter(refused.__contains__, changes):  # in the order of the flags
-        source = start.sources.get(name) or (name in SHAPE and start.sources.get("model"))
+        source = origin.sources.get(name) or (name in SHAPE and origin.sources.get("model"))
         lines.append(f"{changes[name]} ({source})" if source else changes[name])
-    does = "use the weights of" if start.only_weights else "continue from"
+    does = "use the weights of" if origin.only_weights else "continue from"
     remedy = "change that back"
-    if not start.only_weights:
+    if not origin.only_weights:
         remedy += " or choose another --out"
     if fixed:
         remedy += ": weights fit only their own model"
     else:
         remedy += ", or give --allow_changes in each start until one has saved a checkpoint"
-    raise UsageError(f"cannot {does} {start.path}: {', '.join(lines)}; {remedy}")
+    raise UsageError(f"cannot {does} {origin.path}: {', '.join(lines)}; {remedy}")
 
 
-def find_changes(start: Start, run: Run, folder: data.TokenFolder) -> dict[str, str]:
+def find_changes(origin: Origin, run: Run, folder: data.TokenFolder) -> dict[str, str]:
     """Return a line for each property of the run that differs from the checkpoint's, by name."""
-    old = properties(start.manifest) | dataclasses.asdict(start.model_config)
+    old = properties(origin.manifest) | dataclasses.asdict(origin.model_config)
     new = properties(run.manifest) | run.manifest["model"]
     new[TOKENIZER] = describe_tokenizer(folder.tokenizer_name, crc32_of(folder))
-    if "tokenizer" in start.manifest:  # other programs than train.py may call save_state
-        old[TOKENIZER] = tokenizer_of(start.manifest)
+    if "tokenizer" in origin.manifest:  # other programs than train.py may call save_state
+        old[TOKENIZER] = tokenizer_of(origin.manifest)
     changes = {}
     for name in {**old, **new}:
-        if start.only_weights and name not in SHAPE | {TOKENIZER}:
+        if origin.only_weights and name not in SHAPE | {TOKENIZER}:
             continue
         before, now = old.get(name), new.get(name)
         if name not in old:  # a flag that the checkpoint's code did not have had its default
@@ -276,7 +423,7 @@ def find_changes(start: Start, run: Run, folder: data.TokenFolder) -> dict[str, 
         label = name if name in NOT_FLAGS else f"--{name}"
         changes[name] = f"{label} {before} -> {now if name in new else 'unknown to this code'}"
         if name in (FINGERPRINT, TOKENIZER):  # name the folders as well
-            folders = f"{start.manifest.get('config', {}).get('data')} -> {run.data}"
+            folders = f"{origin.manifest.get('config', {}).get('data')} -> {run.data}"
             changes[name] += f" (--data {folders})"
     return changes
 
@@ -328,10 +475,12 @@ def open_data(path: str) -> list[data.TokenFolder]:
         dist.on_rank0(prepare_builtin, Path(path))
     with dist.raise_on_all_ranks():
         folders = data.open_folders(path)
-        if torch.distributed.get_rank() == 0 and folders[0].tokenizer_file:
-            from text import tokenizer  # most token folders have no such file
+        folder = folders[0]
+        # Most token folders have no tokenizer.json, and a run without text/ cannot check one.
+        can_check = Path(__file__).with_name("text").is_dir()
+        if torch.distributed.get_rank() == 0 and folder.tokenizer_file and can_check:
+            from text import tokenizer
 
-            folder = folders[0]
             tokenizer.find_in_folder(
                 folder.path.absolute(), folder.tokenizer_name, folder.vocab_size
             )

@@ -1,7 +1,6 @@
-"""Check that the ranks agree on weights; stop them together."""
+"""Check that ranks with the same part of a weight have the same bits."""
 
 import itertools
-import signal
 import socket
 from collections.abc import Iterable
 
@@ -18,63 +17,6 @@ def format_ranks(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 1 and 2`."""
     numbers = " and ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
-class StopRequest:
-    """Tells all ranks in the same step, within two steps, that one of them got a signal to stop.
-
-    The constructor installs signal handlers if `handle_signals`; they only set a flag. A rank that
-    got a signal tells rank 0 through the store. In each step, rank 0 broadcasts whether there is a
-    signal. The broadcast and a barrier run during the next step, in log2(N) hops, in a separate
-    gloo group: devices do not wait, and a host waits only for hosts more than one step behind.
-    """
-
-    def __init__(self, world: dist.World, handle_signals: bool = True):
-        self.rank = world.rank
-        self.store = world.store
-        self.group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
-        self.flag = torch.zeros(1)
-        self.in_flight: list[torch.distributed.Work] = []
-        self.signalled = False
-        if not handle_signals:
-            return
-        # Ctrl-C; torchrun and schedulers; schedulers, before a time limit; a closing terminal
-        to_the_limit = (signal.SIGUSR1, signal.SIGUSR2)
-        for number in (signal.SIGINT, signal.SIGTERM, *to_the_limit, signal.SIGHUP):
-            # Under nohup, SIGHUP is ignored: then the run outlives its terminal.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
-
-    def on_signal(self, number: int, frame) -> None:
-        self.signalled = True
-        if not dist.is_torchruns():  # torchrun forwards the Ctrl-C that the terminal sends as well
-            # Without torchrun, a second Ctrl-C ends the run at once.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def poll(self) -> bool:
-        """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
-        self.wait()
-        any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
-        if self.signalled:
-            self.store.set("stop requested", "")
-        is_requested = self.rank == 0 and self.store.check(["stop requested"])
-        self.flag = torch.tensor([float(is_requested)])
-        broadcast = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
-        barrier = torch.distributed.barrier(self.group, async_op=True)
-        self.in_flight = [broadcast, barrier]
-        return any_rank
-
-    def agree(self) -> bool:
-        """Return whether any rank got a signal. The hosts wait for each other, not for devices."""
-        self.wait()
-        flag = torch.tensor([float(self.signalled)])
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
-        return bool(flag[0])
-
-    def wait(self) -> None:
-        """Wait until the broadcast and the barrier are done."""
-        for work in self.in_flight:
-            work.wait()
 
 
 def compare_replicas(weights: dict[str, Tensor]) -> str | None:

@@ -180,6 +180,7 @@ class Profiler:
 
     torch's profiler corrupts memory if it starts or stops while a collective runs on a gloo thread.
     Before that, `wait` is called on all of `in_flight`; the step's collectives have ended by then.
+    `data_wait` returns the seconds that this rank has waited for data so far.
     """
 
     def __init__(
@@ -189,23 +190,25 @@ class Profiler:
         mesh: DeviceMesh,
         say: Callable[[str], None],
         in_flight: Iterable,
+        data_wait: Callable[[], float],
     ):
         self.start, self.stop = window
         self.path = folder / f"rank_{torch.distributed.get_rank()}"
         self.mesh = mesh
         self.say = say
         self.in_flight = in_flight
+        self.data_wait = data_wait
         self.is_cuda = mesh.device_type == "cuda"
         self.trace: profile | None = None  # from the window's first step on
         self.began = np.zeros(3)  # `clocks` at that step
 
     @contextmanager
-    def step(self, step: int, data_wait: float) -> Iterator[None]:
-        """Wrap step number `step`; this rank has waited `data_wait` seconds for data so far."""
+    def step(self, step: int) -> Iterator[None]:
+        """The context around step number `step`."""
         if step == self.start + 1:
-            self.begin(data_wait)
+            self.begin()
         if self.trace and step == self.stop + 1:
-            figures = self.end(data_wait)
+            figures = self.end()
             with CommunicationCounter(self.mesh) as traffic, HostSyncCounter() as syncs:
                 yield
             self.finish(figures, traffic, syncs)
@@ -218,18 +221,18 @@ class Profiler:
         for each in self.in_flight:
             each.wait()
 
-    def begin(self, data_wait: float) -> None:
+    def begin(self) -> None:
         self.wait_for_collectives()
         cuda = [ProfilerActivity.CUDA] if self.is_cuda else []
         self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
         self.trace.start()
-        self.began = clocks(data_wait)
+        self.began = clocks(self.data_wait())
 
-    def end(self, data_wait: float) -> dict:
+    def end(self) -> dict:
         """Write the trace; return the figures of the window."""
         if self.is_cuda:
             torch.cuda.synchronize()
-        wall, thread, data_wait = (clocks(data_wait) - self.began).tolist()
+        wall, thread, data_wait = (clocks(self.data_wait()) - self.began).tolist()
         self.wait_for_collectives()
         self.trace.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed
 
 import errors
+from dist import Progress
 from runtime.agreement import format_ranks
 
 SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
@@ -42,7 +43,7 @@ class Heartbeat(NamedTuple):
     """What each rank writes to the store once per `Watchdog.interval`."""
 
     count: int
-    reports: int  # calls of `progress` so far
+    reports: int  # of progress so far
     place: str  # where the rank was at the last report
 
 
@@ -58,33 +59,37 @@ class Watchdog:
     - or leaves the context because a collective failed.
 
     If INVESTIGATORS ranks already do this, it leaves the work to them.
+
+    store        of the rendezvous, over a connection of its own
+    timeout      seconds
+    progress     where this rank is; the thread only reads it
     """
 
-    def __init__(self, store: torch.distributed.Store, rank: int, world_size: int, timeout: float):
+    def __init__(
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        progress: Progress,
+    ):
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.timeout = timeout  # seconds
+        self.timeout = timeout
+        self.progress = progress
         self.interval = min(1.0, timeout / 20)  # seconds
         self.inquiry = 2 * CONFIRM_INTERVALS * self.interval  # seconds to confirm a failure
         self.count = 1  # heartbeats sent
-        self.reports = 0  # calls of `progress`
-        self.place = "before the first step"
-        self.slow = True
-        self.status = 1  # exit status for `abort`
         self.stopped = threading.Event()
         self.announcing = threading.Lock()  # held from before the announcement until the end
         self.ending = threading.Lock()
         self.ask(store.add, "failures announced", 0)
-        first = json.dumps(Heartbeat(0, 0, self.place))
+        first = json.dumps(self.heartbeat()._replace(count=0))
         self.ask(store.set, f"heartbeat {rank}", first)  # or readers wait for it
 
-    def progress(self, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
-        """Report `doing`, which follows `step` finished steps; `abort` exits with `status`."""
-        self.reports += 1
-        self.place = f"after step {step}, {doing}"
-        self.slow = slow
-        self.status = status
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.count, self.progress.reports, self.progress.place)
 
     def __enter__(self) -> "Watchdog":
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -120,10 +125,11 @@ class Watchdog:
         while not self.stopped.wait(self.interval):
             heard = self.exchange([next_rank])
             silent_for = silent_for + 1 if heard == last_heard else 0
-            stalled_for = stalled_for + 1 if self.reports == last_reports else 0
+            reports = self.progress.reports
+            stalled_for = stalled_for + 1 if reports == last_reports else 0
             last_heard = heard
-            last_reports = self.reports
-            patience = SLOW_FACTOR if self.slow else 1
+            last_reports = reports
+            patience = SLOW_FACTOR if self.progress.is_slow else 1
             if max(silent_for, stalled_for / patience) > limit:
                 self.abort_if_confirmed()
 
@@ -141,9 +147,8 @@ class Watchdog:
 
     def exchange(self, ranks: Iterable[int]) -> list[Heartbeat]:
         """Send a heartbeat; return the latest ones of `ranks`. Abort if a failure is announced."""
-        heartbeat = Heartbeat(self.count, self.reports, self.place)
         names = [f"heartbeat {rank}" for rank in ranks]
-        self.ask(self.store.set, f"heartbeat {self.rank}", json.dumps(heartbeat))
+        self.ask(self.store.set, f"heartbeat {self.rank}", json.dumps(self.heartbeat()))
         self.count += 1
         *texts, failures = self.ask(self.store.multi_get, [*names, "failures announced"])
         if int(failures):
@@ -216,7 +221,7 @@ class Watchdog:
                 # Rank 0 may serve the store, from which other ranks read the announcement.
                 time.sleep(2 * self.interval)
         finally:
-            os._exit(self.status)
+            os._exit(self.progress.exit_status)
 
 
 def end_process_soon() -> None:

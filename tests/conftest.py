@@ -35,15 +35,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoint
 import config
 import dist
-import optim
 import prepare
 import train
 from config import Run, parse
 from data import DataFacts
 from dist import Machine
-from log import is_due, read_log
+from log import read_log
 from model import ModelConfig, Transformer
-from start import Start
+from start import Origin, start_run
 from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
@@ -341,44 +340,31 @@ CPU = Machine(
 FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
 
 
-def resolve(text: str, start: Start | None = None, facts: DataFacts = FACTS, **machine) -> Run:
+def resolve(text: str, origin: Origin | None = None, facts: DataFacts = FACTS, **machine) -> Run:
     """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
     if "world_size" in machine:
         machine = {"local_size": machine["world_size"], **machine}
-    start = start or Start(parse(text.split()))
+    origin = origin or Origin(parse(text.split()))
     place = dataclasses.replace(CPU, **machine)
-    return config.resolve(parse(text.split()), place, facts, start.kept, start.model_config)
-
-
-class FirstStep(Exception):
-    """Ends a run just before its first step."""
+    return config.resolve(parse(text.split()), place, facts, origin.kept, origin.model_config)
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:
-    """Run train.py up to its first step; return the local variables of train.train on this rank."""
-    built = SimpleNamespace()
-
-    def stop(*_):
-        vars(built).update(sys._getframe(1).f_locals)
-        raise FirstStep
-
-    with (
-        mock.patch.object(train, "train_step", stop),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(FirstStep),
-    ):
-        train.command(argv)
-    return built
+    """Build a run of train.py on this rank, up to its first step."""
+    world = dist.start(parse(argv).device, lazy=True)
+    with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
+        run, start = start_run(argv, world, held)
+        state = train.build(run, start.mesh)
+        train.load(state, start)
+    batches = train.MicroBatches(run, start, state.step)
+    return SimpleNamespace(run=run, start=start, state=state, batches=batches, mesh=start.mesh)
 
 
 def train_step(built: SimpleNamespace, step: int) -> tuple:
-    """Run one step of train.py with the run's flags."""
-    run, optimizer = built.run, built.state.optimizer
-    lr = optim.learning_rate(step, run)
-    measure = is_due(step, run.optim_metrics_interval)
-    how = (run.grad_accum_steps, run.grad_sync, measure)
+    """Take step number `step` of a run."""
+    built.state.step = step
     with loss_parallel():
-        return train.train_step(built.forward, optimizer, built.batches, step, lr, *how)
+        return train.train_step(built.state, built.batches, built.run)
 
 
 def memory_taken(task: Callable[[], None]) -> int:

@@ -17,7 +17,6 @@ import model
 import prepare
 import start
 from errors import UsageError
-from runtime import agreement
 from start import refuse_shared_sequences, source_hash
 
 
@@ -137,5 +136,5 @@ def test_a_run_under_nohup_outlives_its_terminal(pool):
 def start_under_nohup() -> bool:
     """Return whether SIGHUP stays ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    agreement.StopRequest(dist.start("cpu"))
-    return signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    with dist.StopRequest(dist.start("cpu")):
+        return signal.signal(signal.SIGHUP, before) == signal.SIG_IGN

@@ -21,7 +21,7 @@ import layout
 import model
 import optim
 import train
-from tools import check
+from tools import check, common
 from tools.measuring import parity
 from tools.measuring.harness import TORCHRUN
 
@@ -39,8 +39,8 @@ def is_rehearsal() -> bool:
     return torch.distributed.get_backend() == "fake"
 
 
-def sends_more_and_waits(forward, optimizer, batches, *rest):
-    columns, table = train_step(forward, optimizer, batches, *rest)
+def sends_more_and_waits(*arguments):
+    columns, table = train_step(*arguments)
     if not is_rehearsal():
         torch.distributed.all_reduce(torch.ones(25))
         columns["mean"]["loss"].item()
@@ -83,19 +83,19 @@ def freezes_the_embedding(run):
 
 def scales_a_gradient(run, mesh, *rest, **options):
     """Scale a gradient by 1.05 (bfloat16) or 1.01 (float32), except in one-rank reference runs."""
-    state, forward = build(run, mesh, *rest, **options)
+    state = build(run, mesh, *rest, **options)
     if not (is_rehearsal() or Path(run.out).name.startswith("alone on rank")):
         scale = 1.05 if run.dtype == "bfloat16" else 1.01
-        state.model.blocks[0].attention.q.weight.register_hook(lambda grad: scale * grad)
-    return state, forward
+        state.decoder.blocks[0].attention.q.weight.register_hook(lambda grad: scale * grad)
+    return state
 
 
-def weights_the_last_micro_batch(forward, optimizer, batches, step, lr, n, *rest):
-    factors = [1.0] * n
-    if n > 1 and torch.distributed.get_world_size() > 1:
+def weights_the_last_micro_batch(state, batches, run):
+    factors = [1.0] * run.grad_accum_steps
+    if run.grad_accum_steps > 1 and torch.distributed.get_world_size() > 1:
         factors[-1] = 1.5
-    with forward.register_forward_hook(lambda net, inputs, loss: factors.pop(0) * loss):
-        return train_step(forward, optimizer, batches, step, lr, n, *rest)
+    with state.model.register_forward_hook(lambda net, inputs, loss: factors.pop(0) * loss):
+        return train_step(state, batches, run)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ FAULTS = {
     "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
     "frozen": lambda: mock.patch.object(layout, "empty_model", freezes_the_embedding),
     "dropout": lambda: mock.patch.object(model.MLP, "forward", drops_in_training),
-    "gradient": lambda: mock.patch.object(train, "build", scales_a_gradient),
+    "gradient": lambda: mock.patch.object(common, "build", scales_a_gradient),
     "weight": lambda: mock.patch.object(train, "train_step", weights_the_last_micro_batch),
     "replicas": lambda: mock.patch.object(dist, "gradient_sync", reduces_no_replicas),
     "alone": lambda: mock.patch.object(check, "parity", finds_alone),

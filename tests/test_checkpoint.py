@@ -96,7 +96,7 @@ def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dist.DeviceMesh, di
         text = " ".join([*argv, "--strategy", mesh])
         run = resolve(text, world_size=world.size)
         device_mesh = dist.make_mesh(world, run.mesh_shape)
-        state, _ = train.build(run, device_mesh)
+        state = train.build(run, device_mesh)
         name = f"{world.size}_{mesh.replace(' ', '')}"
         yield name, device_mesh, dict(checkpoint.flatten(state.tensors))
 

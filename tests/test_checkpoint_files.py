@@ -23,7 +23,7 @@ from test_imports import MODULES, imported_modules
 import checkpoint
 import dist
 from runtime.saver import Saver
-from start import find_start
+from start import find_origin
 from tools.checkpoint import consolidate
 
 
@@ -38,7 +38,7 @@ def find_damage_on_two_hosts(argv: list[str]) -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     world = dist.start("cpu")
     try:
-        path = find_start(argv, world).path
+        path = find_origin(argv, world).path
     except (checkpoint.CheckpointError, dist.RankError) as error:
         return str(error)
     return f"{path} verifies"

@@ -81,8 +81,8 @@ def dtype_of_rotations(argv: list[str]) -> torch.dtype:
     def see(attention, inputs, keywords) -> None:
         seen.append(keywords["rope"].dtype)
 
-    run.state.model.blocks[0].attention.register_forward_pre_hook(see, with_kwargs=True)
-    run.forward(torch.zeros(1, 16, dtype=torch.int64))
+    run.state.decoder.blocks[0].attention.register_forward_pre_hook(see, with_kwargs=True)
+    run.state.model(torch.zeros(1, 16, dtype=torch.int64))
     return seen[0]
 
 

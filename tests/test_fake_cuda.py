@@ -22,10 +22,8 @@ from core.test_mesh import order_of_forward
 from test_dist import place_on_mesh
 
 import dist
-import sample
 import train
-from model import SIZES, ModelConfig, Transformer
-from sample import Sampling, generate
+from model import SIZES, ModelConfig, Sampling, Transformer, generate
 
 # (strategy and more, ranks, micro-batches of a rank in a step)
 CASES = [
@@ -47,8 +45,8 @@ OUTSIDE |= {
     ("agreement.py compare_replicas", BLOCKS),
     ("agreement.py compare_replicas", ASKS),
 }
-OUTSIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
-SAMPLING = {("sample.py generate", BLOCKS), ("sample.py generate", READS)}
+OUTSIDE |= {("start.py open_start", BLOCKS), ("train.py evaluate", ASKS)}
+SAMPLING = {("model.py generate", BLOCKS), ("model.py generate", READS)}
 CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py fill", BLOCKS)}
 SAVING = {("checkpoint.py blocks", READS)}
 ASYNC_SAVING = {("saver.py copy_to_host", "to cpu, pinned, blocking")}
@@ -83,10 +81,12 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
         gpu.part = "loop"
         return train_step(*arguments)
 
-    outside = {name: outside_of_steps(getattr(train, name)) for name in ("evaluate", "save")}
+    outside = {
+        name: outside_of_steps(getattr(train, name))
+        for name in ("evaluate", "save", "print_sample")
+    }
     patches = mock.patch.multiple(train, build=build_and_free, train_step=step, **outside)
-    end = mock.patch.object(sample, "closing_sample", outside_of_steps(sample.closing_sample))
-    with patches, end, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+    with patches, fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
         assert train.command(argv) == 0
     return gpu.crossings, gpu.refusals
 

@@ -74,10 +74,10 @@ def evaluates_others(count, n_sequences, micro_batch_size, dp_rank, dp_size):
         yield [first + index for index in indices]
 
 
-def saves_another_weight(run, state, *rest):
+def saves_another_weight(state, run, *rest):
     if run.dp_size > 1:
         state.tensors["model"]["norm.weight"].mul_(1.001)
-    save(run, state, *rest)
+    save(state, run, *rest)
 
 
 FAULTS = {

@@ -27,7 +27,7 @@ def clip_in_every_way():
 def cuda_steps(argv: list[str]) -> int:
     run = build_run(argv)
 
-    log = Log(Path(run.run.out), run.run, run.world.device, flops_per_token=1.0)
+    log = Log(Path(run.run.out), run.run, run.start.world.device, flops_per_token=1.0)
     with clip_in_every_way():
         for step in (1, 2, 3):  # the first steps allocate
             train_step(run, step)

@@ -179,8 +179,9 @@ def test_a_tracker_gets_training_rows_and_evaluations(log):
 
 @pytest.mark.parametrize("loss, weight, finite", [(2.0, 1.0, True), (math.nan, 1.0, False)])
 def test_a_save_needs_a_finite_loss(one_rank, loss, weight, finite):
-    weights = {"w": torch.full((2,), weight)}
-    assert train.is_finite(weights, torch.tensor(loss)) == finite
+    tensors = {"model": {"w": torch.full((2,), weight)}}
+    state = train.State(1, 0, None, None, None, tensors, torch.tensor(loss))
+    assert train.is_finite(state) == finite
 
 
 class LateEvent:

@@ -40,7 +40,7 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     update = optimizer.step
 
     def step(*arguments):
-        gradients = [weight.grad for weight in run.state.model.parameters()]
+        gradients = [weight.grad for weight in run.state.decoder.parameters()]
         taken["gradients"] = sum(4 * optim.local(gradient).numel() for gradient in gradients)
         return update(*arguments)
 
@@ -87,11 +87,11 @@ def gradient_storages(argv: list[str]) -> tuple[dict[str, int], list[set[tuple[i
     found = []
 
     def look(*_):
-        gradients = [weight.grad for weight in run.state.model.parameters()]
+        gradients = [weight.grad for weight in run.state.decoder.parameters()]
         storages = [grad.untyped_storage() for grad in gradients if grad is not None]
         found.append({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
-    run.forward.register_forward_hook(look)
+    run.state.model.register_forward_hook(look)
     for step in (1, 2, 3):
         train_step(run, step)
     return memory_of(run.run, run.run.model_config, run.run.machine), found

@@ -13,19 +13,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from errors import RunError
 from layout import checkpoint_activations
 from model import (
     MLP,
     Head,
     ModelConfig,
+    NotFinite,
     RopeScaling,
+    Sampling,
     apply_rope,
     causal_attention,
+    draw,
+    generate,
     is_gpu,
     rope_table,
 )
-from sample import Sampling, draw, generate
 
 SMALL = ModelConfig(
     vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=48, seq_len=16
@@ -350,5 +352,5 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens(top_k, top_p, drawn):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_refuses_logits_that_are_not_finite(temperature):
     model = Stub(lambda tokens: torch.full((*tokens.shape, 64), torch.nan))
-    with pytest.raises(RunError, match="logits are not finite"):
+    with pytest.raises(NotFinite, match="logits are not finite"):
         generated(model, [1, 2], 1, temperature=temperature)

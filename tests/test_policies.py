@@ -13,7 +13,6 @@ import layout
 import model
 import train
 from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
-from sample import closing_sample
 from tools.planning.rehearse import rehearse
 
 # --------------------------------------------------------------------------------------------------
@@ -148,8 +147,8 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
         numbers.append([float(columns["mean"]["loss"]), float(equal["grad_norm"]), equal["lr"]])
     graphs = [compiled["total"]]
     for _ in range(2):
-        numbers.append([train.evaluate(run.forward, run.val_batches, run.watchdog, 4)])
-    closing_sample(run.forward, run.folders[0], run.run, run.world, run.watchdog)
+        numbers.append([train.evaluate(run.state, run.start.val_batches)])
+    train.print_sample(run.state, run.run, run.start)
     return numbers, [*graphs, compiled["total"]]
 
 

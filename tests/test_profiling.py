@@ -185,9 +185,9 @@ def test_annotated_ranges_of_a_gpu_do_not_count_as_work(monkeypatch, tmp_path, o
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
     mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
-    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, [])
+    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, [], lambda: 0.0)
     for step in (4, 5):
-        with profiler.step(step, data_wait=0.0):
+        with profiler.step(step):
             pass
     figures = json.loads((tmp_path / "rank_0.json").read_text())
     assert figures["busy"] == pytest.approx(0.7)

@@ -46,7 +46,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
     recorder = RealRecorder(fakes=None)
     with recorder, rehearsing.no_garbage_collection():
         run = build_run(argv)
-        optimizer = recorder.follow(run.mesh, run.run, run.state, run.forward)
+        optimizer = recorder.follow(run.mesh, run.run, run.state)
         run.state = dataclasses.replace(run.state, optimizer=optimizer)
         steps = 2 if run.run.strategy == "ddp" else 1  # DDP replaces its buckets in the first step
         batches = run.batches
@@ -62,9 +62,9 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
         communication=recorder.communication(),
         operations=list(recorder.operations.values()),
         flops=recorder.flops["computed"],
-        parameters=sum(optim.local(weight).nbytes for weight in run.state.model.parameters()),
+        parameters=sum(optim.local(weight).nbytes for weight in run.state.decoder.parameters()),
     )
-    if run.world.rank < 3:
+    if run.start.world.rank < 3:
         return real, None
     torch.distributed.destroy_process_group()
     return real, rehearse(run.run, rank=3)

@@ -113,14 +113,14 @@ def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path, mo
     late.rename(tmp_path / "not saved yet")
     real_load = common.load
 
-    def load(state, origin, *rest):
-        if origin.path == early:
+    def load(state, start):
+        if start.origin.path == early:
             for tensor in state.tensors["model"].values():
                 tensor.fill_(1)  # the part that has been read
             (tmp_path / "not saved yet").rename(late)
             early.rename(tmp_path / "removed")
             raise checkpoint.CheckpointError("rank-00000.safetensors is missing")
-        real_load(state, origin, *rest)
+        real_load(state, start)
 
     monkeypatch.setattr(common, "load", load)
     status, out, _ = listen([str(single), "6"], replay.main)
@@ -187,9 +187,9 @@ def plant(monkeypatch):
     """
     real_step, steps = common.train_step, [0]
 
-    def train_step(forward, optimizer, batches, step, *rest):
-        steps.append(step)
-        return real_step(forward, optimizer, batches, step, *rest)
+    def train_step(state, *rest):
+        steps.append(state.step)
+        return real_step(state, *rest)
 
     monkeypatch.setattr(common, "train_step", train_step)
 

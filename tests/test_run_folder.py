@@ -24,7 +24,7 @@ import dist
 from config import FLAGS
 from errors import UsageError, try_lock
 from model import ModelConfig
-from start import compare, find_start, hold_lock
+from start import compare, find_origin, hold_lock
 
 MODEL = {"vocab_size": 320, "n_layer": 2, "n_head": 2, "n_kv_head": 2}
 MODEL |= {"d_model": 32, "d_ff": 64, "seq_len": 16}
@@ -59,17 +59,17 @@ def recorded(**flags) -> dict:
 
 @pytest.fixture
 def begin(tmp_path):
-    """begin(argv): a start of tmp_path / "run" with its run, and the lines on what changed."""
+    """begin(argv): the origin of a start of tmp_path / "run", its run, and what has changed."""
 
     def call(argv: list[str], machine: dist.Machine = CPU) -> SimpleNamespace:
         world = dist.start("cpu")
         try:
-            start = find_start([f"--out={tmp_path}/run", *argv], world)
+            origin = find_origin([f"--out={tmp_path}/run", *argv], world)
         finally:
             torch.distributed.destroy_process_group()
         facts = data.facts_of([FOLDER])
-        run = config.resolve(start.given, machine, facts, start.kept, start.model_config)
-        return SimpleNamespace(start=start, run=run, changes=compare(start, run, FOLDER))
+        run = config.resolve(origin.given, machine, facts, origin.kept, origin.model_config)
+        return SimpleNamespace(origin=origin, run=run, changes=compare(origin, run, FOLDER))
 
     return call
 
@@ -94,12 +94,12 @@ def test_flags_override_single_fields_of_a_saved_model(begin, tmp_path):
         assert begun.run.model_config.rope_scaling.factor == 8.0
         assert (begun.run.n_layer, begun.run.d_model, begun.run.seq_len) == (2, 32, 8)
         assert begun.run.model == f"{tmp_path}/other"
-        assert (begun.start.step, begun.start.only_weights) == ((20, False) if own else (0, True))
+        assert (begun.origin.step, begun.origin.only_weights) == ((20, False) if own else (0, True))
     assert begin([*argv, "--init_from=elsewhere"]).changes == []  # the run is past its beginning
     for tokens, vocab_size in ((500, 500), (501, 512)):  # 501 tokens do not fit its weights
         facts = data.DataFacts(vocab_size=tokens, tokenizer=None, fingerprint="abc")
-        start = begun.start
-        run = config.resolve(start.given, CPU, facts, start.kept, start.model_config)
+        origin = begun.origin
+        run = config.resolve(origin.given, CPU, facts, origin.kept, origin.model_config)
         assert run.model_config.vocab_size == vocab_size
 
 

@@ -296,10 +296,10 @@ def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tup
     """Run train.py. After step 4, flip one bit of a weight of rank `odd`, or make it nan."""
     train_step = train.train_step
 
-    def change_later(forward, optimizer, batches, step, *rest):
-        values = train_step(forward, optimizer, batches, step, *rest)
-        if step == 4 and int(os.environ["RANK"]) == odd:
-            weight = optim.local(optimizer.parameters[name]).detach().view(-1)
+    def change_later(state, *rest):
+        values = train_step(state, *rest)
+        if state.step == 4 and int(os.environ["RANK"]) == odd:
+            weight = optim.local(state.optimizer.parameters[name]).detach().view(-1)
             weight.view(torch.int32)[0] ^= 1
             weight[0] *= torch.nan if fault == "nan" else 1
         return values

@@ -15,8 +15,7 @@ from tiktoken_ext import openai_public
 
 import data
 import prepare
-from runtime import startup_lines
-from start import Start
+from start import describe_evaluation
 from text import encode, sources, tokenizer
 
 
@@ -98,11 +97,11 @@ def test_bits_per_byte_of_a_mixture_use_its_shares():
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
     val_data = data.Mixture(parts)
     run = resolve("--eval_sequences 1")
-    start = Start(run.given, path=Path("a"))
-    (said,) = startup_lines.describe_evaluation(run, start, math.log(2), val_data)
+    start = SimpleNamespace(origin=SimpleNamespace(path=Path("a")), val_data=val_data)
+    said = describe_evaluation(run, start, math.log(2))
     assert f", {1 / 3.5:.6f} bits per byte (" in said
     parts[0].folder.val_bytes = 0  # unknown: its meta.json lacks val_bytes
-    (said,) = startup_lines.describe_evaluation(run, start, math.log(2), val_data)
+    said = describe_evaluation(run, start, math.log(2))
     assert ", nan bits per byte (" in said
 
 

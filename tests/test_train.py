@@ -92,7 +92,7 @@ def test_init_from_keeps_a_vocabulary_that_is_large_enough(on_ranks, tmp_path):
     text = f"--max_steps 1 --dtype float32 --data {larger} --out {first} --sample_tokens 4"
     ((status, said, _),) = on_ranks(1, listen, text)
     sample = said.split(" sample ")[1].splitlines()[1]
-    assert status == 0 and re.fullmatch(r"0 1 2 3 (\d+ ){4}", sample)  # token ids
+    assert status == 0 and re.fullmatch(r"0 1 2 3( \d+){4}", sample)  # token ids
     text = f"--dtype float32 --out {tmp_path}/second --max_steps 1 --init_from {first}"
     text += " --allow_changes"  # the data has another tokenizer
     ((status, said, err),) = on_ranks(1, listen, text)
@@ -125,10 +125,10 @@ def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]
     """Run train.py as under torchrun --max-restarts, and signal it to stop in its second step."""
     step = train.train_step
 
-    def signal_and_step(forward, optimizer, batches, number, *rest):
-        if number == 2:
+    def signal_and_step(state, *rest):
+        if state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(forward, optimizer, batches, number, *rest)
+        return step(state, *rest)
 
     restarts = mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS=max_restarts)
     with restarts, mock.patch.object(train, "train_step", signal_and_step):

@@ -40,7 +40,7 @@ def bytes_of_a_step(argv: list[str], file: Path) -> None:
         train_step(run, step)
     torch.distributed.barrier()
     counts.append(payload())
-    if run.world.rank == 0:
+    if run.start.world.rank == 0:
         before, barrier, after = counts
         file.write_text(json.dumps((after - 2 * barrier + before) / STEPS))
     torch.distributed.barrier()

@@ -14,7 +14,6 @@ import gc
 import itertools
 import json
 import math
-import os
 import shlex
 import shutil
 import socket
@@ -27,11 +26,10 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import errors
+
 if __name__ == "__main__":
-    # Allocate as train.py does.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's log
+    errors.set_torch_variables()
 
 import torch
 import torch.distributed
@@ -41,11 +39,9 @@ from torch.utils import collect_env
 import checkpoint
 import data
 import dist
-import errors
 from dist import Machine
 from log import replace_file
-from runtime import watchdog
-from runtime.watchdog import Watchdog
+from runtime.watchdog import SLOW_FACTOR, Watchdog
 from tools import common
 from tools.common import Run, flag_value
 from tools.measuring import fuzz
@@ -89,9 +85,8 @@ SHORT = (
 class Ranks:
     """Trains the planned run, cut short, on the mesh of all ranks and on each rank alone."""
 
-    def __init__(self, flags: dict, out: str | None, world: dist.World, watchdog: Watchdog):
+    def __init__(self, flags: dict, out: str | None, world: dist.World):
         self.world = world
-        self.watchdog = watchdog
         self.store = world.store.clone()
         # Kept after `alone` leaves it: without torchrun, rank 0's group owns the store's server.
         self.first_group = torch.distributed.group.WORLD
@@ -105,18 +100,18 @@ class Ranks:
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         self.folders = common.open_data(flags)
         self.machine = dist.find_machine(world)
-        self.start = dist.on_rank0(common.named_start, flags)
+        self.origin = dist.on_rank0(common.named_origin, flags)
         self.flags = shorten(self.resolve(flags, self.machine))
         self.run = self.resolve(self.flags, self.machine)
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
         """Return the run of `flags`, with the model of their checkpoint, if they give one."""
-        return common.resolve(flags, machine, data.facts_of(self.folders), self.start)
+        return common.resolve(flags, machine, data.facts_of(self.folders), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
         """Train as parity.train_watched does. A run of the same name continues."""
         run = dataclasses.replace(run, out=str(self.folder / name))
-        return train_watched(run, self.start, self.folders, world, self.watchdog, seed)
+        return train_watched(run, self.origin, self.folders, world, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """Train on this rank alone; return its run, perturbed ones, and the rehearsed traffic."""
@@ -348,12 +343,12 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     """Check the planned run on every rank. Rank 0 prints and writes the results."""
     timeout = flag_value(flags, "timeout")
     device = flag_value(flags, "device")
-    collective_timeout = timedelta(seconds=watchdog.SLOW_FACTOR * timeout)
+    collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
     join_timeout = timedelta(seconds=timeout)
     world = dist.start(device, collective_timeout, join_timeout, lazy=True)
-    with Watchdog(world.store, world.rank, world.size, timeout) as guard:
-        guard.progress(0, "in the check", slow=True)
-        ranks = Ranks(flags, options.out, world, guard)
+    with Watchdog(world.store, world.rank, world.size, timeout, dist.progress):
+        dist.progress.report(0, "in the check", is_slow=True)
+        ranks = Ranks(flags, options.out, world)
         check = run_check(ranks)
         if world.rank == 0:
             print(check, flush=True)

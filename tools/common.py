@@ -16,18 +16,20 @@ from data import DataFacts
 from dist import Machine
 from errors import UsageError
 from layout import empty_model
-from runtime.startup_lines import say
+from log import say
 from start import (
-    Start,
+    Origin,
     checkpoints_at,
-    find_start,
+    find_origin,
+    local_train_indices,
     newest_checkpoint,
+    open_start,
     read_model,
     source_hash,
     with_weights,
 )
 from start import open_data as open_folders
-from train import MicroBatches, State, build, load, local_train_indices, train, train_step
+from train import MicroBatches, State, build, load, train, train_step
 
 __all__ = [
     # flags
@@ -38,12 +40,13 @@ __all__ = [
     "parse_flags",
     # a run
     "NEW_RUN",
+    "Origin",
     "Run",
-    "Start",
     "fake_machine",
-    "find_start",
-    "named_start",
+    "find_origin",
+    "named_origin",
     "open_data",
+    "open_start",
     "recorded_flags",
     "recorded_model",
     "resolve",
@@ -63,7 +66,7 @@ __all__ = [
     "train_step",
 ]
 
-NEW_RUN = Start(Config())
+NEW_RUN = Origin(Config())
 
 
 def parse_flags(parser, argv: list[str]) -> dict:
@@ -79,17 +82,17 @@ def flag_value(flags: dict, name: str):
     return flags.get(name, FLAGS[name].default)
 
 
-def resolve(flags: dict, machine: Machine, facts: DataFacts, start: Start = NEW_RUN) -> Run:
-    """Return the run of `flags`, with the model of the checkpoint of `start`, if it has one."""
-    return config.resolve(Config(**flags), machine, facts, start.kept, start.model_config)
+def resolve(flags: dict, machine: Machine, facts: DataFacts, origin: Origin = NEW_RUN) -> Run:
+    """Return the run of `flags`, with the model of the checkpoint of `origin`, if any."""
+    return config.resolve(Config(**flags), machine, facts, origin.kept, origin.model_config)
 
 
-def named_start(flags: dict) -> Start:
-    """Return the start with the weights that --init_from names, or NEW_RUN without this flag."""
+def named_origin(flags: dict) -> Origin:
+    """Return the origin with the weights that --init_from names, or NEW_RUN without this flag."""
     named = flags.get("init_from")
     if not named:
         return NEW_RUN
-    return with_weights(Start(Config(**flags)), checkpoints_at(Path(named))[-1], damaged={})
+    return with_weights(Origin(Config(**flags)), checkpoints_at(Path(named))[-1], damaged={})
 
 
 def recorded_flags(out: Path, start: dict) -> dict:
@@ -100,9 +103,9 @@ def recorded_flags(out: Path, start: dict) -> dict:
     return {name: value for name, value in values.items() if name != "model"}
 
 
-def recorded_model(out: Path, start: dict) -> Start:
-    """Return the start with the model of a start's row of the log. Raises UsageError."""
-    return Start(Config(), model_config=read_model(out, start))
+def recorded_model(out: Path, start: dict) -> Origin:
+    """Return the origin with the model of a start's row of the log. Raises UsageError."""
+    return Origin(Config(), model_config=read_model(out, start))
 
 
 def open_data(flags: dict) -> list[data.TokenFolder]:

@@ -26,7 +26,7 @@ from errors import UsageError
 from model import SIZES
 from tools import common
 from tools.bench import add_flags, count
-from tools.common import Run, Start, flag_value
+from tools.common import Origin, Run, flag_value
 from tools.compare import read
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
@@ -106,18 +106,18 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
         return request, options, measured
     flags.setdefault("out", common.default_out(flags))
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
-    start = common.named_start(flags)
-    request = Request(flags, cluster, read_facts(flags, typed, start), start)
+    origin = common.named_origin(flags)
+    request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
     predict.peak_flops(cluster, request.resolve())  # raises early if the speed is unknown
     return request, options, None
 
 
-def read_facts(flags: dict, typed: set[str], start: Start) -> DataFacts:
+def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
     """Return the facts of the token folder, or without one, those that follow from the model."""
     path = flag_value(flags, "data")
     if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
         return data.facts_of(data.open_folders(path))
-    model_config = start.model_config or SIZES[flags.get("model") or "tiny"]
+    model_config = origin.model_config or SIZES[flags.get("model") or "tiny"]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
 
 

@@ -94,16 +94,12 @@ class Step:
 
     run: Run
     state: State
-    forward: nn.Module
     micro_batches: list[Tensor]  # of this rank, (B, T + 1)
 
     def take(self, measure: bool = False) -> tuple[dict, optim.ParameterTable | None]:
         """Take the step as train.py does: see common.train_step."""
-        run, step = self.run, self.state.step
-        lr = optim.learning_rate(step, run)
-        how = (step, lr, run.grad_accum_steps, run.grad_sync, measure)
-        batches = iter(self.micro_batches)
-        return common.train_step(self.forward, self.state.optimizer, batches, *how)
+        run = dataclasses.replace(self.run, optim_metrics_interval=int(measure))
+        return common.train_step(self.state, iter(self.micro_batches), run)
 
 
 class Replay:
@@ -112,13 +108,10 @@ class Replay:
     Raises UsageError if the data, the step or the number of ranks does not match the run.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, starts: list[dict], world: dist.World, watchdog: Watchdog
-    ):
+    def __init__(self, args: argparse.Namespace, starts: list[dict], world: dist.World):
         self.out = args.run
         self.starts = starts
         self.world = world
-        self.watchdog = watchdog
         start = start_of(starts, args.step)
         path = args.data or start["config"]["data"]
         folders = data.open_folders(path)
@@ -131,11 +124,10 @@ class Replay:
         run = self.resolve(start)
         if args.step > run.max_steps:
             raise UsageError(f"{self.out} ends with step {run.max_steps}: give a step up to that")
-        self.mesh = dist.make_mesh(world, run.mesh_shape)
-        self.train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
+        self.start = common.open_start(run, NEW_RUN, folders, world)
         batch, steps = run.global_batch_size, range(args.step, args.step + 1)
         (indices,) = data.train_indices(steps, batch, batch, dp_rank=0, dp_size=1)
-        self.sequences = describe_sequences(self.train_data.parts, indices)
+        self.sequences = describe_sequences(self.start.train_data.parts, indices)
 
     def resolve(self, start: dict) -> Run:
         """Return the run of a start on these ranks. Raises UsageError."""
@@ -156,7 +148,7 @@ class Replay:
         by_start = itertools.groupby(range(first, last + 1), trained_by)
         return [(self.resolve(start), list(steps)) for start, steps in by_start]
 
-    def begin(self, last: int, step_time: float | None) -> tuple[State, nn.Module]:
+    def begin(self, last: int, step_time: float | None) -> State:
         """Build the model with weights from before step `last`: of a checkpoint, or initial ones.
 
         Prints the number of steps to take and how long they should take: `step_time` seconds for
@@ -171,47 +163,45 @@ class Replay:
             saved = [path for path in saved if checkpoint.step_of(path) < last]
             path = next((path for path in reversed(saved) if path not in passed_over), None)
             step = checkpoint.step_of(path) if path else 0
-            begin = dataclasses.replace(NEW_RUN, path=path, step=step)
+            origin = dataclasses.replace(NEW_RUN, path=path, step=step)
             first = self.starts[0]
             if not path and (first["step"] > 0 or first["config"].get("init_from")):
                 raise UsageError(
                     f"{self.out} began with the weights of another run, and has no checkpoint "
                     f"from before step {last}: give a later step"
                 )
-            (run, _), *_ = self.segments(begin.step + 1, last)  # resolves all: it may refuse one
+            (run, _), *_ = self.segments(step + 1, last)  # resolves all: it may refuse one
             try:
                 with dist.raise_on_all_ranks():
                     if path and (problem := checkpoint.verify(path, world.rank, world.size)):
                         raise CheckpointError(problem)
-                count = last - begin.step
+                count = last - step
                 distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
                 estimate = "time unknown: the log has no row"
                 if step_time:
                     estimate = f"about {count * turns * step_time:,.0f} s, the log's "
                     estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
-                say(world, [f"step {last} of {self.out}: {distance}, {estimate}"])
-                state, forward = common.build(run, self.mesh)
-                common.load(state, begin, self.mesh, self.watchdog)
-                return state, forward
+                say(f"step {last} of {self.out}: {distance}, {estimate}")
+                state = common.build(run, self.start.mesh)
+                common.load(state, dataclasses.replace(self.start, origin=origin))
+                return state
             except (CheckpointError, dist.RankError) as error:
-                say(world, [f"passed over {path}: {error}"])
+                say(f"passed over {path}: {error}")
                 passed_over.add(path)
 
     def steps(self, last: int, step_time: float | None) -> Iterator[Step]:
         """Yield the steps up to `last`, each to be taken before the next; see `begin`."""
-        state, forward = self.begin(last, step_time)
+        state = self.begin(last, step_time)
         for i, (run, steps) in enumerate(self.segments(state.step + 1, last)):
             if i > 0:  # the run continued here, perhaps with other flags
                 source = dict(checkpoint.flatten(state.tensors))
-                state, forward = common.build(run, self.mesh)
+                state = common.build(run, self.start.mesh)
                 for name, tensor in checkpoint.flatten(state.tensors):
-                    checkpoint.part_of(tensor).copy_(checkpoint.part_of(source[name]))
-            batches = common.MicroBatches(
-                run, self.mesh, self.train_data, self.watchdog, start_step=steps[0] - 1
-            )
+                    optim.local(tensor).copy_(optim.local(source[name]))
+            batches = common.MicroBatches(run, self.start, steps[0] - 1)
             for state.step in steps:
                 micro_batches = list(itertools.islice(batches, run.grad_accum_steps))
-                yield Step(run, state, forward, micro_batches)
+                yield Step(run, state, micro_batches)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,15 +230,14 @@ def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> di
 def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
     """Repeat the steps up to `last`, and print what step `last` shows. `rows` are the log's."""
     step_time = median(row["step_time"] for row in rows) if rows else None
-    tell = functools.partial(say, replay.world)
     for step in replay.steps(last, step_time):
         number = step.state.step
         if number < last:
             columns, _ = step.take()
             if columns["equal"]["skipped_in_a_row"] > 0:
-                tell([f"step {number}: its update is skipped"])
-    indices = common.local_train_indices(step.run, replay.mesh, range(last, last + 1))
-    losses = sequence_losses(step, indices, replay.watchdog)
+                say(f"step {number}: its update is skipped")
+    indices = common.local_train_indices(step.run, replay.start.mesh, range(last, last + 1))
+    losses = sequence_losses(step, indices)
     columns, table = step.take(measure=True)
     losses_of_ranks = dist.on_all_ranks(columns["mean"]["loss"].item)
     found = {"loss": fmean(losses_of_ranks)}  # as in a row of the log
@@ -259,30 +248,28 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
         if name in row:
             difference = relative_difference(value, row[name])
             logged = f", logged {row[name]:.9g}: a relative difference of {difference:.2g}"
-        tell([f"{name} {value:.9g}{logged}"])
+        say(f"{name} {value:.9g}{logged}")
     total = sum(losses.values())
     shares = {
         n: f"{loss / total:.1%} {loss:.4f} {replay.sequences[n]}" for n, loss in losses.items()
     }
-    tell(["share of the loss, loss, sequence:", *largest(losses, shares)])
+    say("share of the loss, loss, sequence:", *largest(losses, shares))
     norms = {row["parameter"]: row["grad_norm"] for row in table.rows()}
     lines = {name: f"{norm:.4g} {name}" for name, norm in norms.items()}
-    tell(["norm of the gradient, parameter:", *largest(norms, lines)])
+    say("norm of the gradient, parameter:", *largest(norms, lines))
     if not all(map(math.isfinite, found.values())):
-        tell(find_non_finite(step))  # the update was skipped: the weights are the same
+        say(*find_non_finite(step))  # the update was skipped: the weights are the same
 
 
 @torch.no_grad()
-def sequence_losses(
-    step: Step, indices: Iterator[list[int]], watchdog: Watchdog
-) -> dict[int, float]:
+def sequence_losses(step: Step, indices: Iterator[list[int]]) -> dict[int, float]:
     """Return index -> loss of the sequences of all ranks, before the update. All ranks call it."""
     local_losses = {}
-    with eval_mode(step.forward):
+    with eval_mode(step.state.model):
         for numbers, tokens in zip(indices, step.micro_batches):
             for n, sequence in zip(numbers, tokens.split(1)):  # (1, T + 1)
-                watchdog.progress(step.state.step - 1, "evaluating")
-                local_losses[n] = step.forward(sequence[:, :-1], sequence[:, 1:]).item()
+                dist.progress.report(step.state.step - 1, "evaluating")
+                local_losses[n] = step.state.model(sequence[:, :-1], sequence[:, 1:]).item()
     losses = {}
     for of_rank in dist.on_all_ranks(local_losses.copy):
         losses |= of_rank  # equal on the ranks of a tp group
@@ -316,7 +303,7 @@ def find_non_finite(step: Step) -> list[str]:
         if is_finite(*of_outputs) and not is_finite(*of_inputs):
             found["backward"].append((turn, name))
 
-    for name, module in step.state.model.named_modules():
+    for name, module in step.state.decoder.named_modules():
         module.register_forward_hook(functools.partial(after_forward, name))
         module.register_full_backward_hook(functools.partial(after_backward, name))
     with warnings.catch_warnings(action="ignore"):  # about tokens without a gradient
@@ -364,8 +351,8 @@ def run(argv: list[str]) -> None:
     timeout = timedelta(seconds=seconds)
     world = dist.start(device, SLOW_FACTOR * timeout, timeout, lazy=True)
     try:
-        with Watchdog(world.store, world.rank, world.size, seconds) as watchdog:
-            replay = Replay(args, starts, world, watchdog)
+        with Watchdog(world.store, world.rank, world.size, seconds, dist.progress):
+            replay = Replay(args, starts, world)
             with loss_parallel():  # under tp, as in train.py
                 repeat(replay, args.step, rows)
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss

@@ -29,7 +29,7 @@ import checkpoint
 import data
 import dist
 import train
-from runtime import agreement, watchdog
+from runtime import watchdog
 
 
 def train_without_batch_40(argv: list[str], folder: Path, ending: str) -> int:
@@ -81,7 +81,7 @@ FIRSTS = {
     "mesh": (train, "build"),
     "saver's group": (checkpoint, "choose_writers"),
     "save": (checkpoint, "write_chunks"),
-    "stop request": (agreement.StopRequest, "poll"),
+    "stop request": (dist.StopRequest, "poll"),
 }
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_before_it_connects_is_reported(tokens, tmp_path, first
 def lose_a_rank_in_two_threads(said: Path) -> None:
     """One thread finds rank 1 silent; the other reads this before the first has printed."""
     store = torch.distributed.HashStore()
-    dog = watchdog.Watchdog(store, 0, 2, timeout=4)
+    dog = watchdog.Watchdog(store, 0, 2, 4, dist.Progress())
     store.set("heartbeat 1", store.get("heartbeat 0"))
 
     class Late:
@@ -158,8 +158,9 @@ def lose_one_of_twelve(port: int, folder: Path, ending: str) -> int:
 
     few = mock.patch.multiple(watchdog, INVESTIGATORS=1)
     seen = mock.patch.object(watchdog.Watchdog, "exchange", see)
-    dog = watchdog.Watchdog(store, rank, 12, timeout=4 if ending == "hang" else 8)
-    dog.progress(7, "computing")
+    progress = dist.Progress()
+    dog = watchdog.Watchdog(store, rank, 12, 4 if ending == "hang" else 8, progress)
+    progress.report(7, "computing")
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file), few, seen:
         with contextlib.suppress(RuntimeError), dog:
             time.sleep(1000 if ending == "hang" else 1)
@@ -208,7 +209,7 @@ def fail_alone() -> None:
     with (
         mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5),
         contextlib.suppress(ValueError),
-        watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, timeout=60),
+        watchdog.Watchdog(torch.distributed.HashStore(), 0, 3, 60, dist.Progress()),
     ):
         raise ValueError("which no other rank has")
     with mock.patch.object(watchdog, "LAST_WORDS_SECONDS", 0.5):
@@ -232,7 +233,7 @@ def test_a_failed_rank_ends_even_if_nccl_waits_for_others():
 )
 def test_the_diagnosis_blames_the_right_ranks(after, collective_failed, line):
     store = torch.distributed.HashStore()
-    dog, *_ = (watchdog.Watchdog(store, rank, 3, timeout=60) for rank in range(3))
+    dog, *_ = (watchdog.Watchdog(store, rank, 3, 60, dist.Progress()) for rank in range(3))
     looks = []
     for text in ("2 9 a|4 9 a|4 9 b", after):
         beats = [beat.split(" ", 2) for beat in text.split("|")]
@@ -256,7 +257,7 @@ class Beats:
 
 
 NO_PROGRESS = "no rank made progress for 60 s: all are after step 3, saving"
-SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is after step 3, saving"
+SILENT = "rank 1 stopped or died, last seen after step 0, starting; rank 0 is after step 3, saving"
 
 
 @pytest.mark.parametrize(
@@ -273,9 +274,9 @@ SILENT = "rank 1 stopped or died, last seen before the first step; rank 0 is aft
 def test_only_slow_work_may_take_ten_times_the_timeout(seconds, slow, is_silent, line):
     """Two ranks make no progress. The timeout is 60 seconds, with a heartbeat each second."""
     store = torch.distributed.HashStore()
-    dogs = [watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2)]
+    dogs = [watchdog.Watchdog(store, rank, 2, 60, dist.Progress()) for rank in range(2)]
     for dog in dogs:
-        dog.progress(3, "saving", slow=slow)
+        dog.progress.report(3, "saving", is_slow=slow)
     dogs[0].stopped = Beats(seconds, [] if is_silent else dogs[1:])
     with (
         mock.patch.object(dogs[0], "abort", side_effect=SystemExit) as abort,
@@ -287,7 +288,7 @@ def test_only_slow_work_may_take_ten_times_the_timeout(seconds, slow, is_silent,
 
 def test_a_rank_that_does_not_investigate_sends_heartbeats():
     store = torch.distributed.HashStore()
-    dog, _ = (watchdog.Watchdog(store, rank, 2, timeout=60) for rank in range(2))
+    dog, _ = (watchdog.Watchdog(store, rank, 2, 60, dist.Progress()) for rank in range(2))
     dog.stopped = Beats(700, [])
     with mock.patch.object(watchdog, "INVESTIGATORS", 0):
         dog.run()
@@ -298,12 +299,13 @@ def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     """Train; return each (steps done, next activity, whether that may be slow) once."""
     seen = []
 
-    def see(dog, step: int, doing: str, slow: bool = False, status: int = 1) -> None:
-        seen.append((step, doing, slow))
+    def see(progress, step: int, doing: str, is_slow: bool = False, exit_status: int = 1) -> None:
+        seen.append((step, doing, is_slow))
 
-    with mock.patch.object(watchdog.Watchdog, "progress", see):
+    with mock.patch.object(dist.Progress, "report", see):
         assert train.main(argv) == 0
-    return [report for report in dict.fromkeys(seen) if report[1] != "reading data"]
+    left_out = ("starting", "reading data")
+    return [report for report in dict.fromkeys(seen) if report[1] not in left_out]
 
 
 def test_the_first_step_and_saves_count_as_slow_work(on_ranks):
@@ -314,9 +316,9 @@ def test_the_first_step_and_saves_count_as_slow_work(on_ranks):
         (1, "computing", False),
         (2, "saving", True),
         (2, "computing", False),
+        (3, "saving", True),
         (3, "evaluating", True),  # the first forward may compile
         (3, "evaluating", False),
-        (3, "saving", True),
         (3, "sampling", True),
     ]
     ((loading, resumed, *_),) = on_ranks(1, watch_a_run, f"{text} 4")

@@ -31,10 +31,9 @@ import dist
 import prepare
 from errors import UsageError, plural
 from model import ModelConfig
-from runtime.watchdog import Watchdog
 from tools import common
 from tools.checkpoint import read_full
-from tools.common import NEW_RUN, Run, Start
+from tools.common import NEW_RUN, Origin, Run
 from tools.measuring import parity
 from tools.measuring.harness import temporary_folder
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
@@ -136,27 +135,26 @@ class RankPool:
             raise
 
 
-def train_on_mesh(run: Run, start: Start, data_path: str) -> RunLog:
-    return train_in(dist.start("cpu", TIMEOUT), run, start, data_path)
+def train_on_mesh(run: Run, origin: Origin, data_path: str) -> RunLog:
+    return train_in(dist.start("cpu", TIMEOUT), run, origin, data_path)
 
 
-def train_alone(run: Run, start: Start, data_path: str) -> RunLog:
+def train_alone(run: Run, origin: Origin, data_path: str) -> RunLog:
     """Train on this rank alone; all ranks but the first start from weights moved by an ulp."""
     rank = int(os.environ["RANK"])
     store = torch.distributed.HashStore()
     world = dist.World(0, 1, 0, 1, torch.device("cpu"), TIMEOUT, store)
     dist.join_group(world, store)
     run = dataclasses.replace(run, out=f"{run.out}-{rank}")
-    return train_in(world, run, start, data_path, seed=rank or None)
+    return train_in(world, run, origin, data_path, seed=rank or None)
 
 
 def train_in(
-    world: dist.World, run: Run, start: Start, data_path: str, seed: int | None = None
+    world: dist.World, run: Run, origin: Origin, data_path: str, seed: int | None = None
 ) -> RunLog:
-    watchdog = Watchdog(world.store, world.rank, world.size, TIMEOUT.total_seconds())
     try:
         folders = data.open_folders(data_path)
-        return parity.train_watched(run, start, folders, world, watchdog, seed)
+        return parity.train_watched(run, origin, folders, world, seed)
     finally:
         leave_group()
 
@@ -178,8 +176,8 @@ class Fuzzer:
         self.reference = functools.cache(self.train_reference)
         self.count = 0  # runs so far
 
-    def resolve(self, draw: dict, mesh: str) -> tuple[Run, Start]:
-        """Return a draw's run on a mesh, and its start. Raises UsageError and MeshError."""
+    def resolve(self, draw: dict, mesh: str) -> tuple[Run, Origin]:
+        """Return a draw's run on a mesh, and its origin. Raises UsageError and MeshError."""
         strategy, *shape = mesh.split("-")
         dp_replicate, dp_shard, tp = map(int, shape)
         dp_size = dp_replicate * dp_shard
@@ -194,9 +192,9 @@ class Fuzzer:
             "out": str(self.root / f"run-{self.count}"),
         }
         sizes = {name: draw[name] for name in ("n_kv_head", "tied", "vocab_size")}
-        start = dataclasses.replace(NEW_RUN, model_config=ModelConfig(**SIZES, **sizes))
+        origin = dataclasses.replace(NEW_RUN, model_config=ModelConfig(**SIZES, **sizes))
         size = dp_size * tp
-        return common.resolve(flags, common.fake_machine(size), self.facts, start), start
+        return common.resolve(flags, common.fake_machine(size), self.facts, origin), origin
 
     def is_possible(self, draw: dict) -> bool:
         """Whether the draw's meshes fit its model and its batch."""
@@ -213,9 +211,9 @@ class Fuzzer:
         PERTURBED other ranks train it as well, each alone and from weights moved by an ulp.
         """
         self.count += 1
-        run, start = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
+        run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
         logs = []
-        found = self.on_ranks(1 + PERTURBED, train_alone, run, start, self.data_path)
+        found = self.on_ranks(1 + PERTURBED, train_alone, run, origin, self.data_path)
         for rank, log in enumerate(found):
             logs.append(with_weights(log, f"{run.out}-{rank}"))
         alone, *perturbed = logs
@@ -228,10 +226,10 @@ class Fuzzer:
         meshes = meshes_of(draw)
         squares = None
         for part, mesh in enumerate(meshes, start=1):
-            run, start = self.resolve(draw, mesh)
+            run, origin = self.resolve(draw, mesh)
             run = dataclasses.replace(run, max_steps=STEPS * part // len(meshes))
             size = run.dp_size * run.tp
-            log, *_ = self.on_ranks(size, train_on_mesh, run, start, self.data_path)
+            log, *_ = self.on_ranks(size, train_on_mesh, run, origin, self.data_path)
             squares = squares or log.squares  # of step 1
         log = dataclasses.replace(with_weights(log, run.out), squares=squares)
         shutil.rmtree(run.out)

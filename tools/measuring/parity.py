@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 import dist
 import optim
 from data import TokenFolder
-from runtime.watchdog import Watchdog
+from errors import RunError
 from tools import common
 from tools.bench import three_digits
-from tools.common import Run, Start, State
+from tools.common import Origin, Run, State
 from tools.compare import read_rows
 
 PERTURBED, SPREADS = 3, 8
@@ -86,37 +86,29 @@ class RunLog:
 
 def train_watched(
     run: Run,
-    start: Start,
+    origin: Origin,
     folders: list[TokenFolder],
     world: dist.World,
-    watchdog: Watchdog,
     seed: int | None = None,
 ) -> RunLog:
     """Train as train.py does. With a `seed`, start from weights that are moved by an ulp.
 
-    The run continues if its folder has a checkpoint, else it starts at `start`.
+    The run continues if its folder has a checkpoint, else it starts at `origin`. Raises RunError
+    if a signal stops it.
     """
+    found = common.find_origin(["--out", run.out], world)
+    start = common.open_start(run, found if found.path else origin, folders, world)
     squares = Counter()
-
-    def prepare(state: State) -> None:
-        nonlocal squares
+    with loss_parallel(), contextlib.redirect_stdout(None):
+        state = common.build(run, start.mesh)
+        common.load(state, start)
         state.model.eval()  # a fork's dropout would differ from mesh to mesh
         if seed is not None:
             move_by_an_ulp(state.tensors["model"], seed)
         if not run.compile:
             squares = sum_outputs(state)
-
-    found = common.find_start(["--out", run.out], world)
-    with loss_parallel(), contextlib.redirect_stdout(None):
-        common.train(
-            run,
-            found if found.path else start,
-            folders,
-            world,
-            watchdog,
-            handle_signals=False,  # a signal ends this process, not only the run
-            after_load=prepare,
-        )
+        if common.train(state, run, start) != 0:
+            raise RunError("stopped by a signal")
     of_all_ranks = sum(dist.on_all_ranks(squares.copy), Counter())
     return RunLog(*dist.on_rank0(read_logs, Path(run.out)), of_all_ranks)
 
@@ -144,7 +136,7 @@ def sum_outputs(state: State) -> Counter:
             values = optim.local(output.detach()).double()
             squares[name] += values.square().sum().item()
 
-    for name, layer in state.model.named_modules():
+    for name, layer in state.decoder.named_modules():
         if not any(layer.children()) and name != "head":  # which returns the loss
             layer.register_forward_hook(functools.partial(add, name))
     return squares

@@ -13,7 +13,7 @@ import dist
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
-from tools.common import NEW_RUN, Run, Start, resolve
+from tools.common import NEW_RUN, Origin, Run, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
@@ -161,11 +161,11 @@ class Request:
     flags: dict  # as common.parse_flags returns them
     cluster: Cluster
     data_facts: DataFacts
-    start: Start = NEW_RUN  # the checkpoint of --init_from, or the run of --run
+    origin: Origin = NEW_RUN  # the checkpoint of --init_from, or the run of --run
 
     def resolve(self) -> Run:
         """Return the run on the cluster. Raises UsageError and MeshError."""
-        return resolve(self.flags, self.cluster.machine, self.data_facts, self.start)
+        return resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:

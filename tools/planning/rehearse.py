@@ -132,7 +132,8 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run shows them
-            found = run_layers(dataclasses.replace(run, compile=False), world)
+            eager = dataclasses.replace(run, compile=False, optim_metrics_interval=0)
+            found = run_layers(eager, world)
     return dataclasses.replace(found, run=run)
 
 
@@ -174,23 +175,24 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     if run.device != "cpu":
         choose_gpu_kernels(net)
     with fakes, recorder, loss_parallel(), no_garbage_collection():
-        state, forward = common.build(run, mesh, net, init_weights=False)
-        optimizer = recorder.follow(mesh, run, state, forward)
+        state = common.build(run, mesh, net, init_weights=False)
+        state.step = 1
+        state.optimizer = recorder.follow(mesh, run, state)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
         n = run.grad_accum_steps
         all_times = [[1] * n if n <= 3 else [1, n - 2, 1]]
-        if isinstance(forward, DistributedDataParallel):
+        if isinstance(state.model, DistributedDataParallel):
             all_times.insert(0, [1])  # the first step, where DDP rebuilds its buckets
         shape = (run.micro_batch_size, run.seq_len + 1)
         for times in all_times:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            common.train_step(forward, optimizer, batches, 1, 0.1, len(times), run.grad_sync)
+            common.train_step(state, batches, dataclasses.replace(run, grad_accum_steps=len(times)))
     return Rehearsal(
         run=run,
-        parameters=state.model.parameter_count(),
-        parameters_per_rank=sum(optim.local(w).numel() for w in state.model.parameters()),
+        parameters=state.decoder.parameter_count(),
+        parameters_per_rank=sum(optim.local(w).numel() for w in state.decoder.parameters()),
         memory={},
         state=recorder.state,
         communication=recorder.communication(),
@@ -544,20 +546,18 @@ class Recorder(TorchDispatchMode):
 
     # The phases of a step
 
-    def follow(
-        self, mesh: dist.DeviceMesh, run: Run, state: common.State, forward: nn.Module
-    ) -> SimpleNamespace:
+    def follow(self, mesh: dist.DeviceMesh, run: Run, state: common.State) -> SimpleNamespace:
         """Mark the tensors of a built run, and follow the phases of its steps.
 
         Returns what train.train_step gets in place of the optimizer.
         """
         self.collectives = Collectives(mesh, self)
-        net, optimizer = state.model, state.optimizer
+        net, optimizer = state.decoder, state.optimizer
         self.vocab_size = run.model_config.vocab_size // run.tp  # of this rank
         self.mark(net.parameters(), "parameters")
         self.mark(tree_leaves(optimizer.state()), "optimizer")
         self.mark_gradients(net)
-        forward.register_forward_hook(lambda *_: self.begin("backward"))
+        state.model.register_forward_hook(lambda *_: self.begin("backward"))
 
         def step(*arguments) -> dict[str, Tensor]:
             self.begin("optimizer")
