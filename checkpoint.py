@@ -28,6 +28,7 @@ import mmap
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -667,3 +668,113 @@ def find_chunks(shape: torch.Size, bounds: Sequence) -> tuple[list, np.ndarray, 
     if numels.sum() != shape.numel():
         raise ValueError(f"they have {numels.sum()} elements, not the {shape.numel()} of its shape")
     return cuts, numels, holders
+
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints of a run
+
+
+class Saver:
+    """Writes the checkpoints of a run. All ranks construct it and call its methods together.
+
+    A failed save raises nothing: `failure` and a row of `take_rows` report it.
+
+    run           the run folder
+    keep_last     number of checkpoints to keep; 0 keeps all
+    keep_every    also keep those whose step is a multiple of this; 0 for none
+    on_all_ranks  see save_state
+    extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        keep_last: int,
+        keep_every: int,
+        on_all_ranks: Callable = on_only_rank,
+        extra_files: dict[str, bytes] | None = None,
+    ):
+        self.run = run
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.on_all_ranks = on_all_ranks
+        self.extra_files = extra_files
+        self.index: dict[str, dict] = {}  # which rank writes what: the same in every save
+        self.rows: list[dict] = []
+        self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
+        self.ends_run = False  # set by `refuse` if no later save could be better
+
+    def save(self, state: dict, manifest: dict) -> None:
+        """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"]."""
+        self.write(state, manifest, None, time.perf_counter())
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any."""
+
+    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
+        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
+        self.wait()
+        self.ends_run = ends_run
+        self.add_row(step, {"error": why}, began=time.perf_counter())
+
+    def take_rows(self) -> list[dict]:
+        """Return the log rows of the saves that have finished since the last call.
+
+        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
+        """
+        rows = list(self.rows)
+        del self.rows[: len(rows)]  # not all: the saving thread may have appended one meanwhile
+        return rows
+
+    def write(
+        self,
+        state: dict,
+        manifest: dict,
+        parts: dict[str, Tensor] | None,
+        began: float,
+        waited: float | None = None,
+    ) -> None:
+        """Write the checkpoint and add its row."""
+        path = step_path(self.run, manifest["step"])
+        try:
+            self.index = self.index or choose_writers(state, self.on_all_ranks)
+            arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
+            outcome = {"bytes": save_state(*arguments, self.index)}
+            if this_rank() == 0:
+                self.remove_old(path)
+        except Exception as error:
+            if this_rank() == 0:
+                remove_leftovers(path)
+            outcome = {"error": reason(error)}
+        self.add_row(manifest["step"], outcome, began, waited)
+
+    def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
+        """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
+
+        The save started at `began`. Training waited `waited` seconds for it (default: to its end).
+        """
+        path = step_path(self.run, step)
+        seconds = time.perf_counter() - began
+        row = {"step": step, "event": "checkpoint", "path": str(path), **outcome}
+        self.failure = None
+        if "error" in outcome:
+            row["event"] = "checkpoint_failed"
+            self.failure = f"cannot write {path}: {outcome['error']}"
+        blocking = seconds if waited is None else waited
+        self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
+
+    def remove_old(self, latest: Path) -> None:
+        """Remove checkpoints before `latest`, except those that keep_last and keep_every keep.
+
+        Checkpoints of later steps did not verify when this run started. They are not removed, and
+        keep_last does not count them.
+        """
+        last = step_of(latest)
+        found = [path for path in list_checkpoints(self.run) if step_of(path) <= last]
+        for path in found[: -self.keep_last] if self.keep_last else []:
+            if self.keep_every and step_of(path) % self.keep_every == 0:
+                continue
+            with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
+                # Renamed first, so that a run killed meanwhile leaves no incomplete
+                path.rename(temporary(path, ".removed"))
+                remove_leftovers(path)

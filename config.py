@@ -28,6 +28,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -356,12 +357,14 @@ def resolve(
     facts: DataFacts,
     kept: dict | None = None,
     saved_model: ModelConfig | None = None,
+    deleted: Collection[str] = (),
 ) -> Run:
     """Fill in every default of a run. Reads no file, prints nothing and queries no hardware.
 
     kept         values, by flag, that replace defaults which would be computed: those of the run
                  that a start continues
     saved_model  the model of the checkpoint that a start continues or takes weights from, if any
+    deleted      names of extras that a default may not turn on, because their files were deleted
 
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
@@ -370,16 +373,16 @@ def resolve(
         if values[name] in (None, "auto"):
             values[name] = value
     model_config = resolve_model(values, facts.vocab_size, kept or {}, saved_model)
-    values = compute_defaults(values, model_config, machine)
+    values = compute_defaults(values, model_config, machine, deleted)
     check_steps(values)
     *preferred, last = possible_strategies(values, machine)
     for strategy in preferred:
         with contextlib.suppress(dist.MeshError):  # for example, hsdp on hosts of unequal sizes
-            run = on_mesh(values, strategy, machine, given, model_config, facts)
+            run = on_mesh(values, strategy, machine, given, model_config, facts, deleted)
             need = memory_of(run, model_config, machine)
             if sum(need.values()) <= 0.8 * machine.device_memory:  # the rest is not counted there
                 return run
-    return on_mesh(values, last, machine, given, model_config, facts)
+    return on_mesh(values, last, machine, given, model_config, facts, deleted)
 
 
 def resolve_model(
@@ -403,14 +406,27 @@ def resolve_model(
         overrides["n_kv_head"] = overrides.get("n_head", size.n_head)
     try:
         model_config = dataclasses.replace(size, **overrides)
-        if values["tp"] > 1:
-            model_config.check_tensor_parallel(values["tp"])
+        check_tensor_parallel(model_config, values["tp"])
     except ValueError as error:
         raise UsageError(str(error)) from None
     return model_config
 
 
-def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
+def check_tensor_parallel(model_config: ModelConfig, tp: int) -> None:
+    """Raise ValueError unless `tp` ranks can split every layer into equal parts."""
+    # n_head needs no check: it is a multiple of n_kv_head
+    for name in ("n_kv_head", "d_ff", "vocab_size", "seq_len"):
+        size = getattr(model_config, name)
+        if size % tp:
+            raise ValueError(
+                f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group "
+                f"needs a whole number: choose a --tp that divides {size}"
+            )
+
+
+def compute_defaults(
+    values: dict, model_config: ModelConfig, machine: Machine, deleted: Collection[str]
+) -> dict:
     """Return the values with the model's sizes and all defaults that do not depend on the mesh."""
     filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
     filled["device"] = machine.device_type
@@ -426,6 +442,10 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
         filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
         filled["peak_tflops"] = PEAK_TFLOPS.get(machine.device_name)
+    spans_hosts = machine.world_size > machine.local_size
+    for name, extra in (("watchdog", "watchdog"), ("check_replicas", "replicas")):
+        if filled[name] is None:
+            filled[name] = spans_hosts and extra not in deleted
     dist.blocks_per_unit(filled["wrap"])  # raises if no unit has this name
     return filled
 
@@ -490,6 +510,7 @@ def on_mesh(
     given: Config,
     model_config: ModelConfig,
     facts: DataFacts,
+    deleted: Collection[str],
 ) -> Run:
     """Return the run with this strategy: add its mesh shape and each rank's share of the batch.
 
@@ -513,6 +534,8 @@ def on_mesh(
         logits = micro_batch_size * values["seq_len"] * model_config.vocab_size // values["tp"]
         size = logits * logit_bytes(getattr(torch, values["dtype"]))
         chunks = max(1, size / (LOGITS_SHARE * machine.device_memory))
+        if "chunked_loss" in deleted:
+            chunks = 1
         on_this_mesh["loss_chunks"] = 2 ** math.ceil(math.log2(chunks))
     return Run(
         **values | on_this_mesh,
@@ -601,8 +624,15 @@ def logit_bytes(dtype: torch.dtype) -> int:
     return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
 
 
-def memory_of(flags: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:
+def memory_of(
+    flags: Config,
+    model_config: ModelConfig,
+    machine: Machine,
+    rules: Sequence[type] = (optim.AdamW,),
+) -> dict[str, int]:
     """Estimate the bytes that a rank of `machine` needs, by part, with resolved flags.
+
+    `rules` are the update rules of optim.Optimizer. AdamW has the most slots.
 
     Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
     do. Not counted are gathered weights, communication buffers and the process itself: tools.plan
@@ -622,8 +652,9 @@ def memory_of(flags: Config, model_config: ModelConfig, machine: Machine) -> dic
         local = math.ceil(len(parameter) / (flags.dp_shard * tp)) * columns
         weights += 4 * local
         gradients += 4 * (parameter.numel() // tp if accumulates_full else local)
-        updater = optim.updater(flags.optimizer, name, parameter.shape, net.is_hidden(name))
-        for shape in updater.slots(parameter.shape).values():
+        arguments = name, parameter.shape, net.is_hidden(name)
+        rule = next(rule for rule in rules if rule.takes(*arguments))
+        for shape in rule.slots(parameter.shape).values():
             optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
     dtype = getattr(torch, flags.dtype)
     # bytes per token

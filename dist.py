@@ -10,8 +10,10 @@ forward pass together. Ranks of different tp groups read different data: dp_rank
 replicate_rank * S + shard_rank is unique for each group and covers 0 ... R * S - 1.
 """
 
+import collections
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import platform
@@ -19,7 +21,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,9 +33,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 class MeshError(ValueError):
@@ -79,10 +81,24 @@ class Settings:
     timeout: Annotated[
         float,
         "once",
-        "end the run after X seconds without progress; 10 times as long to start or save",
+        "end the run after X seconds without progress; 10X to start or save, or without --watchdog",
         (1, 1e9),
     ] = 120.0
+    watchdog: Annotated[
+        bool | None,
+        "once",
+        "name the rank that died or hangs, and end the job (default: on several hosts)",
+    ] = None
+    check_replicas: Annotated[
+        bool | None,
+        "free",
+        "before each save, compare the weights of replicas bit by bit (default: on several hosts)",
+    ] = None
 
+
+# Starting, compiling and saving may take this many times --timeout, and so may a collective, in
+# which one rank may wait while another compiles or saves.
+SLOW_FACTOR = 10
 
 # --------------------------------------------------------------------------------------------------
 # The mesh
@@ -194,6 +210,12 @@ def refuse_other_launchers() -> None:
                 "--ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc_per_node N "
                 "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id $SLURM_JOB_ID"
             )
+
+
+def spans_hosts() -> bool:
+    """Whether this job has ranks on several hosts."""
+    sizes = [os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    return is_torchruns() and sizes[0] != sizes[1]
 
 
 def is_torchruns() -> bool:
@@ -408,6 +430,45 @@ def keep_freed_memory() -> None:
 # A model on the mesh
 
 
+def place(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    run: Settings,
+    tensor_parallel: Callable[[nn.Module, DeviceMesh], None] | None = None,
+    init_weights: bool = True,
+) -> nn.Module:
+    """Lay out a model as the flags of a run say; return the module to call.
+
+    With ddp, this runs one forward and backward pass: see `warm_up_buckets`.
+
+    model            has embed, blocks and head, and init_tensor(name, tensor, seed)
+    run              config.Run, or an object with the same attributes
+    tensor_parallel  see `parallelize`
+    init_weights     if False, weights are allocated but not filled, as a rehearsal needs them
+    """
+    mode = run.activation_checkpointing
+    if mode != "none":
+        checkpoint_activations(model.blocks, mode, model.config, run.tp)
+    if run.compile:
+        compile_modules(modules_to_compile(model, run))
+    forward = parallelize(
+        model,
+        mesh,
+        run.strategy,
+        init=functools.partial(model.init_tensor, seed=run.seed) if init_weights else None,
+        dtype=run.compute_dtype,
+        tensor_parallel=tensor_parallel,
+        fsdp_units=fsdp_units(model, run.wrap),
+        reshard_after_forward=run.reshard_after_forward,
+        keep_gradients=run.grad_sync == "batch" and run.grad_accum_steps > 1,
+    )
+    if isinstance(forward, DistributedDataParallel) and not run.eval_only:
+        shape = (run.micro_batch_size, run.seq_len + 1)  # as in train_step
+        tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
+        warm_up_buckets(forward, tokens[:, :-1], tokens[:, 1:])
+    return forward
+
+
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -415,7 +476,7 @@ def parallelize(
     *,
     init: Callable[[str, Tensor], None] | None,
     dtype: torch.dtype = torch.float32,
-    tp_plan: dict[str, ParallelStyle] | None = None,
+    tensor_parallel: Callable[[nn.Module, DeviceMesh], None] | None = None,
     fsdp_units: Sequence[list[nn.Module]] = (),
     reshard_after_forward: bool = True,
     keep_gradients: bool = False,
@@ -426,8 +487,7 @@ def parallelize(
     over all dp ranks. Parameters keep their names.
 
     init                    init(name, tensor) fills one full tensor; None: values are undefined
-    tp_plan                 how a tp group splits submodules, for parallelize_module (Shoeybi et al.
-                            2019); other parameters are replicated
+    tensor_parallel         tensor_parallel(model, mesh["tp"]) splits the model over a tp group
     fsdp_units              groups of submodules, in forward order, whose weights FSDP gathers
                             together; the rest of the model is one more unit
     reshard_after_forward   units but the last free gathered weights after forward and, if backward
@@ -437,8 +497,7 @@ def parallelize(
     """
     tp = mesh["tp"].size()
     if tp > 1:
-        parallelize_module(model, mesh["tp"], tp_plan)
-        distribute_module(model, mesh["tp"])  # replicates what the plan does not split
+        tensor_parallel(model, mesh["tp"])
     # DDP does not support the DTensors of tp: ddp with tp is FSDP with one shard per replica.
     if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
@@ -512,7 +571,7 @@ def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
 def blocks_per_unit(wrap: str) -> int | None:
     """Return the number of blocks per FSDP unit, or None for all. Raises MeshError.
 
-    `wrap` is --wrap, but not "auto", for which config.choose_wrap chooses another value.
+    `wrap` is --wrap, but not "auto", which is resolved before.
     """
     match = re.fullmatch(r"none|block(?:_group:(\d*[1-9]\d*))?", wrap)
     if not match:
@@ -522,10 +581,35 @@ def blocks_per_unit(wrap: str) -> int | None:
     return None if wrap == "none" else int(match[1] or 1)
 
 
+def fsdp_units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
+    """Return the modules of each FSDP unit; the rest of the model, its root, is one more unit.
+
+    Larger units send fewer, longer messages and need more memory for gathered weights. An embedding
+    and a head that are not tied are also units. With --wrap none, the root is the full model.
+    """
+    size = blocks_per_unit(wrap)
+    if size is None:
+        return []
+    starts = range(0, len(model.blocks), size)
+    units = [list(model.blocks[start : start + size]) for start in starts]
+    return units if model.config.tied else [[model.embed], *units, [model.head]]
+
+
 def shard(
     model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, units: Sequence[list], reshard: bool
 ) -> None:
-    """Apply FSDP to each unit, then to the rest of the model."""
+    """Apply FSDP to each unit, then to the rest of the model.
+
+    Between steps, each rank holds its shards in float32. In a step, over time:
+
+        forward     gather unit 1   compute 1, gather 2   compute 2, gather 3   ...
+                                    free 1                free 2
+        backward    gather unit n   compute n, gather n-1      compute n-1, gather n-2   ...
+                                    free n, reduce_scatter n   free n-1, reduce_scatter n-1
+
+    "gather" is an all_gather in `dtype`. Gradients are reduced in float32, in the micro-batches
+    that `gradient_sync` chooses. Chapter 4 of docs/lecture.md counts what is sent.
+    """
     # Inputs keep their dtype: the model casts them, except the RoPE table, which stays in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -564,6 +648,108 @@ def materialize(
         # src_data_rank=None: split locally, since all ranks have the full tensor
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(part)
+
+
+# --------------------------------------------------------------------------------------------------
+# Recomputation and compilation
+
+PRODUCT = torch.ops.aten.mm.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # of tp
+# Selective checkpointing keeps the results that cost most to compute, with exceptions below.
+SAVED_OPERATIONS = [
+    PRODUCT,
+    REDUCE_SCATTER,  # so that it is not sent twice
+    torch.ops.aten.bmm.default,  # written-out attention
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def selective_contexts(c, tp: int) -> tuple:
+    """Return the contexts of a block's forward and recomputation: see checkpoint_activations.
+
+    Called in each forward of a block, and when a block is compiled; then no tensor is a DTensor.
+    """
+    # Backward does not need the result of mlp.down, which is only added to the residual stream.
+    recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights, (in, out)
+    if tp > 1:
+        # attention.out computes a partial sum as large as the full output. The result of its
+        # reduce_scatter is kept instead, which is only 1 / tp as large.
+        recomputed.append((c.d_model // tp, c.d_model))
+    scattered = collections.Counter()
+
+    def is_saved(context, operator, *args, **kwargs) -> bool:
+        if operator is PRODUCT:
+            weight = args[1].to_local() if isinstance(args[1], DTensor) else args[1]
+            return tuple(weight.shape) not in recomputed
+        if operator is REDUCE_SCATTER:
+            scattered[context.is_recompute] += 1  # torch 2.11 asks again when it recomputes
+            return scattered[context.is_recompute] == 1  # the second one is mlp.down's
+        return operator in SAVED_OPERATIONS
+
+    return create_selective_checkpoint_contexts(is_saved)
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str, c, tp: int = 1) -> None:
+    """Keep fewer activations of each block and recompute the rest in backward (Chen et al. 2016).
+
+    full keeps only the input of a block and costs a third more compute. selective keeps results of
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022). `c` is the
+    model's config.
+    """
+    # By default checkpoint() also restores the random generators, so that dropout in a fork drops
+    # the same elements when a block is computed again.
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(selective_contexts, c, tp)
+    for block in blocks:  # replaces forward only, so that parameters keep their names
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def modules_to_compile(model: nn.Module, run: Settings) -> list[nn.Module]:
+    """Return the parts of the model that are compiled: its blocks and the loss of a chunk."""
+    *_, loss = model.head.loss.modules()
+    if run.tp > 1:
+        # Inductor silently gave wrong losses under loss_parallel() (torch 2.13, CPU).
+        return [*model.blocks]
+    if run.strategy == "single" and len(model.blocks) <= 4 and run.loss_chunks == 1:
+        return [model]  # deeper models gain nothing and take longer to compile
+    return [*model.blocks, loss]
+
+
+def compile_modules(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward and backward of each module for the shapes of its first call.
+
+    Replaces their forward. Other shapes (samples, a smaller last evaluation batch) run uncompiled.
+    Equal modules share one compilation. Call this before FSDP wraps the modules, so that gathering
+    weights stays outside the compiled region. Parameters keep their names.
+    """
+    # By default Dynamo splits graphs at DDP's bucket boundaries, to send buckets during backward.
+    # Compiling layer by layer also overlaps the two, and is faster. This setting has no public
+    # name, but torch's notes on DDP describe it.
+    torch._dynamo.config.optimize_ddp = False
+    for module in modules:
+        module.forward = compiled_for_one_shape(module.forward)
+
+
+def compiled_for_one_shape(forward: Callable) -> Callable:
+    """Compile a function for the shapes of its first call; other shapes run uncompiled."""
+    compiled = torch.compile(forward, dynamic=False)
+    first_shapes = None
+
+    def call(*args, **kwargs) -> Tensor:
+        nonlocal first_shapes
+        shapes = [getattr(arg, "shape", None) for arg in (*args, *kwargs.values())]
+        if first_shapes is None:
+            first_shapes = shapes
+        if shapes == first_shapes:
+            return compiled(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return call
 
 
 # --------------------------------------------------------------------------------------------------

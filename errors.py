@@ -51,6 +51,23 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
 positive_number = number(float, 1e-12)
 
 
+def need_extra(name: str, flag: str) -> None:
+    """Raise UsageError if extras/NAME.py, without which `flag` cannot work, was deleted."""
+    if is_deleted(name):
+        raise UsageError(f"{flag} needs extras/{name}.py")
+
+
+def is_deleted(extra: str) -> bool:
+    """Whether extras/EXTRA.py was deleted."""
+    return not Path(__file__).with_name("extras").joinpath(f"{extra}.py").exists()
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 1 and 2`."""
+    numbers = " and ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
 def plural(count: int, noun: str) -> str:
     """Return "2 lines (broken)" for 2 and "line (broken)"."""
     word, bracket, note = noun.partition(" (")

@@ -1,4 +1,4 @@
-"""The decoder: a Llama-3-style transformer, its sizes, weights, FLOPs, tp plan and generation.
+"""The decoder: a Llama-3-style transformer, its sizes, weights, FLOPs and generation.
 
 Every strategy runs the same arithmetic. Weights are in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them in it); each layer casts its weight to the dtype of its input.
@@ -17,13 +17,6 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
 from torch.overrides import wrap_torch_function
 
 
@@ -83,17 +76,6 @@ class ModelConfig:
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-
-    def check_tensor_parallel(self, tp: int) -> None:
-        """Raise ValueError unless `tp` ranks can split every layer into equal parts."""
-        # n_head needs no check: it is a multiple of n_kv_head
-        for name in ("n_kv_head", "d_ff", "vocab_size", "seq_len"):
-            size = getattr(self, name)
-            if size % tp:
-                raise ValueError(
-                    f"{name} {size} / tp {tp} = {size / tp:.3g}, but each rank of a tp group "
-                    f"needs a whole number: choose a --tp that divides {size}"
-                )
 
 
 def check_fields(what: str, cls: type, fields: dict) -> None:
@@ -177,17 +159,7 @@ class Embedding(nn.Embedding):
     """Look up tokens (B, T) in the weight (vocab_size, d_model): (B, T, d_model)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not isinstance(self.weight, DTensor):
-            return select_rows(tokens, self.weight)
-        # Under tp, torch's rule for F.embedding would give every rank the gradient of all rows.
-        mesh = tokens.device_mesh
-        rows = self.weight.to_local()  # (vocab_size / tp, d_model)
-        index = tokens.to_local() - mesh.get_local_rank() * len(rows)  # (B, T)
-        is_elsewhere = (index < 0) | (index >= len(rows))
-        x = select_rows(index.masked_fill(is_elsewhere, 0), rows)
-        x = DTensor.from_local(x.masked_fill(is_elsewhere[..., None], 0), mesh, [Partial()])
-        # RowwiseParallel would return an asynchronous tensor, which a compiled block cannot use.
-        return x.redistribute(placements=[Shard(1)])
+        return select_rows(tokens, self.weight)
 
 
 def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -202,16 +174,12 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype.
-
-    Under tp each rank sees some of the tokens, so its gradient of the weight is a partial sum,
-    marked `Partial`. FSDP adds these sums when it reduces gradients; without FSDP, optim.py does.
-    """
+    """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local(grad_placements=[Partial()])
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps=self.eps)
 
 
@@ -342,7 +310,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        # rope is passed by keyword: under tp, hooks turn positional arguments into DTensors.
+        # rope is passed by keyword, because the hooks of --tp split positional arguments.
         x = x + self.attention(self.attention_norm(x), rope=rope)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -366,15 +334,12 @@ def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: s
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
-    `chunks` > 1 computes logits and loss of B * T / chunks tokens at a time: see ChunkedLoss.
-
     A tied head has no parameter; forward gets the embedding's weight as an argument. A parameter
     shared by two modules would become two parameters when the model leaves the meta device.
     """
 
-    def __init__(self, config: ModelConfig, chunks: int):
+    def __init__(self, config: ModelConfig):
         super().__init__(config.d_model, config.vocab_size, bias=False)
-        self.chunks = chunks
         self.loss = TokenLoss()
         if config.tied:
             self.weight = None
@@ -389,56 +354,17 @@ class Head(Linear):
             return F.linear(x, weight).float()  # (B, T, vocab_size)
         x = x.flatten(0, 1)  # (B * T, d_model)
         targets = targets.flatten()  # (B * T,)
-        if self.chunks == 1:
-            loss_sum = self.loss(x, weight, targets)
-        elif torch.is_grad_enabled():
-            loss_sum = ChunkedLoss.apply(self.loss, x, weight, targets, self.chunks)
-        else:
-            chunks = zip(x.chunk(self.chunks), targets.chunk(self.chunks))
-            loss_sum = sum(self.loss(x_chunk, weight, part) for x_chunk, part in chunks)
-        return loss_sum / targets.numel()
+        return self.loss(x, weight, targets) / targets.numel()
 
 
 class TokenLoss(nn.Module):
     """The summed cross-entropy of targets (N,), for x (N, d_model), weight (vocab_size, d_model).
 
-    It is a separate module so that it can be compiled for the size of a chunk.
+    It is a separate module so that it can be compiled, or replaced.
     """
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """The sum of a TokenLoss over all tokens, with the logits of one chunk in memory at a time.
-
-    Forward also computes the gradients while it has the logits, and backward only scales them. This
-    way no matrix product is repeated (Hsu et al. 2024, Liger Kernel). The gradient of the weight is
-    summed in float32: a bfloat16 sum would be rounded after every chunk.
-    """
-
-    @staticmethod
-    def forward(ctx, loss: TokenLoss, x: Tensor, weight: Tensor, targets: Tensor, chunks: int):
-        weight = weight.detach().requires_grad_()
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
-        x_gradients = []
-        total = 0.0
-        for x_chunk, targets_chunk in zip(x.chunk(chunks), targets.chunk(chunks)):
-            x_chunk = x_chunk.detach().requires_grad_()
-            with torch.enable_grad():
-                chunk_loss = loss(x_chunk, weight, targets_chunk)
-            x_gradient, part = torch.autograd.grad(chunk_loss, (x_chunk, weight))
-            x_gradients.append(x_gradient)
-            weight_gradient += part
-            total += chunk_loss.detach()
-        ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx, scale: Tensor):
-        x_gradient, weight_gradient = ctx.saved_tensors
-        weight_gradient = (scale * weight_gradient).to(x_gradient.dtype)  # also the weight's dtype
-        return None, scale * x_gradient, weight_gradient, None, None
 
 
 class Transformer(nn.Module):
@@ -449,16 +375,14 @@ class Transformer(nn.Module):
     rank never has more in memory than its shards and one full tensor.
     """
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype = torch.float32, loss_chunks: int = 1
-    ):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embed = Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = Head(config, loss_chunks)
+        self.head = Head(config)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embed(tokens).to(self.dtype)  # (B, T, d_model)
@@ -467,12 +391,7 @@ class Transformer(nn.Module):
             x = block(x, rope)
         x = self.norm(x)
         weight = self.embed.weight if self.config.tied else None
-        y = self.head(x, targets=targets, weight=weight)
-        if isinstance(y, DTensor):
-            # Return a copy, not a view. An in-place operation on a view, for example `loss /= 2`,
-            # would silently drop the FSDP hook that gathers weights again before backward.
-            y = y.full_tensor().clone()
-        return y
+        return self.head(x, targets=targets, weight=weight)
 
     @torch.no_grad()
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
@@ -493,48 +412,6 @@ class Transformer(nn.Module):
         hashed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(tensor.device).manual_seed(hashed)
         tensor.normal_(0.0, std, generator=generator)
-
-    def tensor_parallel_plan(self) -> dict[str, ParallelStyle]:
-        """Return how a tp group of size tp splits each layer, for torch's parallelize_module.
-
-        After Megatron-LM (Shoeybi et al. 2019). A column-wise layer splits its outputs: a rank has
-        n_head / tp heads, d_ff / tp hidden units or vocab_size / tp logits. The row-wise layer
-        after it splits its inputs the same way, so each rank computes a partial sum.
-
-        Norms and the residual stream are split by tokens (Korthikanti et al. 2022). An all_gather
-        of (B, T, d_model) precedes attention, MLP and head; a reduce_scatter adds the partial sums
-        after attention, MLP and embedding. Backward swaps the two. The gradient of a norm is also a
-        partial sum: see RMSNorm.
-
-        A tied head uses the embedding's weight, whose rows are split: each rank has
-        (vocab_size / tp, d_model), Shard(0). The logits are split by vocabulary, as in a
-        column-wise head. Both gradients are Shard(0), so autograd adds them without communication.
-
-        Under torch's loss_parallel() the loss never gathers the logits.
-        """
-        tokens = Shard(1)  # of (B, T, d_model)
-        column = ColwiseParallel()
-        row = RowwiseParallel(output_layouts=tokens)
-        # Backward adds the gradients from q, k and v (or gate and up), then scatters them once.
-        gather = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
-        plan = {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-            "blocks.*.attention": gather,
-            "blocks.*.attention.q": column,
-            "blocks.*.attention.k": column,
-            "blocks.*.attention.v": column,
-            "blocks.*.attention.out": row,
-            "blocks.*.mlp": gather,
-            "blocks.*.mlp.gate": column,
-            "blocks.*.mlp.up": column,
-            "blocks.*.mlp.down": row,
-            "head": gather,
-        }
-        if not self.config.tied:
-            plan["head"] = ColwiseParallel(
-                input_layouts=tokens, output_layouts=Replicate(), use_local_output=False
-            )
-        return plan
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies: to matrices, but not to norms and the embedding."""

@@ -24,7 +24,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +40,11 @@ import dist
 import optim
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
-from errors import RunError, UsageError, is_at, plural, try_lock
+from errors import RunError, UsageError, is_at, is_deleted, plural, try_lock
 from log import has_evaluation, read_log, replace_file
 from model import ModelConfig
+
+OPTIONAL = ("chunked_loss", "watchdog", "replicas")  # extras that a default turns on
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Start:
     mesh: DeviceMesh
     origin: "Origin"
     folders: list[data.TokenFolder]
-    train_data: data.TokenDataset | data.Mixture
-    val_data: data.TokenDataset | data.Mixture
+    train_data: data.TokenDataset
+    val_data: data.TokenDataset
     val_batches: list[tuple[int, Tensor]]  # of this rank: (sequences that count, (B, T + 1))
     is_evaluated: bool = False  # whether the log has an evaluation of the origin's step
     notes: list[str] = field(default_factory=list)  # lines to print
@@ -67,10 +69,16 @@ class Start:
         return step > max_steps or (step == max_steps and self.is_evaluated)
 
 
-def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) -> tuple[Run, Start]:
+def start_run(
+    argv: list[str],
+    world: dist.World,
+    held: contextlib.ExitStack,
+    load_mixture: Callable | None = None,
+) -> tuple[Run, Start]:
     """Resolve the command line into a run, and open all that it needs on this rank.
 
-    All ranks call it. `held` keeps the run's lock until it closes.
+    All ranks call it. `held` keeps the run's lock until it closes. load_mixture() returns the
+    module extras.mixture; it is called only if --data names several folders.
     """
     began = time.monotonic()
     typed = dist.on_rank0(config.parse, argv)  # all ranks use rank 0's flags
@@ -79,12 +87,13 @@ def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) ->
         lock = dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), typed.timeout))
     origin = find_origin(argv, world)
     machine = dist.find_machine(world)
-    folders = open_data(origin.given.data)
+    mixture = load_mixture() if data.names_mixture(origin.given.data) else None
+    folders = open_data(origin.given.data, mixture)
     notes = compare_ranks(argv, folders)
     facts = data.facts_of(folders)
-    run = dist.on_rank0(
-        config.resolve, origin.given, machine, facts, origin.kept, origin.model_config
-    )
+    deleted = [name for name in OPTIONAL if is_deleted(name)]
+    rest = origin.kept, origin.model_config, deleted
+    run = dist.on_rank0(config.resolve, origin.given, machine, facts, *rest)
     changes = dist.on_rank0(compare, origin, run, folders[0])
     notes += [f"changed: {change}" for change in changes]
     notes += describe_learning_rate(run, origin)
@@ -92,17 +101,18 @@ def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) ->
     if run.dtype == "bfloat16" and not run.eval_only and origin.given.dtype == "auto":
         with dist.raise_on_all_ranks():
             dist.refuse_emulated_bfloat16(world)
-    start = open_start(run, origin, folders, world)
+    start = open_start(run, origin, folders, world, mixture)
     return run, dataclasses.replace(start, notes=notes, lock=lock, began=began)
 
 
 def open_start(
-    run: Run, origin: "Origin", folders: list[data.TokenFolder], world: dist.World
+    run: Run, origin: "Origin", folders: list[data.TokenFolder], world: dist.World, mixture=None
 ) -> Start:
     """Create the mesh of a run and open its data on this rank. All ranks call it."""
     mesh = dist.make_mesh(world, run.mesh_shape)
-    train_data = data.open_dataset(folders, "train", run.seq_len, run.seed)
-    val_data = data.open_dataset(folders, "val", run.seq_len, seed=None)
+    mix = mixture.Mixture if mixture else None
+    train_data = data.open_dataset(folders, "train", run.seq_len, run.seed, mix)
+    val_data = data.open_dataset(folders, "val", run.seq_len, None, mix)
     val_indices = local_val_indices(run, mesh, len(val_data))
     with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
         # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
@@ -466,15 +476,16 @@ def describe_tokenizer(name: str | None, crc32: str | None) -> str:
 # The data
 
 
-def open_data(path: str) -> list[data.TokenFolder]:
+def open_data(path: str, mixture=None) -> list[data.TokenFolder]:
     """Open the folders of --data on all ranks, and prepare the built-in data if it is missing.
 
-    Raises the errors of data.open_folders and of text.tokenizer on all ranks.
+    `mixture` is the module extras.mixture if there are several. Raises the errors of data.py,
+    extras.mixture and text.tokenizer on all ranks.
     """
     if path == FLAGS["data"].default:
         dist.on_rank0(prepare_builtin, Path(path))
     with dist.raise_on_all_ranks():
-        folders = data.open_folders(path)
+        folders = mixture.open_folders(path) if mixture else [data.open_folder(Path(path))]
         folder = folders[0]
         # Most token folders have no tokenizer.json, and a run without text/ cannot check one.
         can_check = Path(__file__).with_name("text").is_dir()
@@ -548,7 +559,7 @@ def refuse_shared_sequences(mesh: DeviceMesh, first_indices: Iterable[int]) -> N
 def source_hash(root: Path = Path(__file__).parent) -> str:
     """Return a hash of the paths and contents of a run's Python files: 12 hexadecimal digits."""
     digest = hashlib.sha256()
-    for pattern in ("*.py", "runtime/*.py", "text/*.py"):
+    for pattern in ("*.py", "extras/*.py", "text/*.py"):
         for path in sorted(root.glob(pattern)):
             digest.update(f"{path.relative_to(root)}\n".encode())
             digest.update(path.read_bytes())

@@ -1,6 +1,7 @@
 """Train a language model: torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
-One step of two ranks with fsdp. Between steps, each rank holds half of every tensor.
+One step of two ranks with fsdp, which gathers a few blocks at a time, a unit. Between steps each
+rank holds half of every tensor.
 
     forward    per unit: all_gather the weights, compute, free them
     backward   per unit: all_gather the weights, compute, free them;
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import errors
+import errors  # before torch, which reads the variables when it is imported
 
 if __name__ == "__main__":
     errors.set_torch_variables()
@@ -28,22 +29,18 @@ from torch import Tensor, nn
 import checkpoint
 import config
 import data
-import dist
-import layout
+import dist  # ours; torch's is spelled torch.distributed
 import optim
 from config import Run
 from dist import progress
-from log import Log, is_due, read_starts, say
+from log import Diverged, Log, is_due, read_starts, say
 from model import Sampling, Transformer, eval_mode, generate
-from runtime.agreement import compare_replicas
-from runtime.saver import Saver
-from runtime.watchdog import SLOW_FACTOR, Watchdog
 from start import Start, describe_evaluation, local_train_indices, start_run, write_config
 
 
 @dataclass
 class State:
-    """What a step changes and a checkpoint stores."""
+    """What a step changes. A checkpoint stores all but the loss."""
 
     step: int  # the last finished step, or the one in progress
     tokens: int  # of all steps
@@ -71,9 +68,9 @@ def train_step(state: State, batches: Iterator[Tensor], run: Run) -> tuple[dict,
             micro_loss.backward()  # in the last micro-batch, this averages gradients over ranks
         loss = loss + micro_loss.detach()
     state.loss = loss
-    # Clip and update the weights
     lr = optim.learning_rate(state.step, run)
     measure = is_due(state.step, run.optim_metrics_interval)
+    # Clip the gradients, and update the weights
     update = state.optimizer.step(state.step, lr, measure)
     table = update.pop("parameters", None)
     return {"mean": {"loss": loss}, "equal": update}, table
@@ -112,13 +109,15 @@ def train(state: State, run: Run, start: Start) -> int:
     ranks agree on a stop one step late, through CPU tensors (dist.StopRequest), and log rows are
     copied asynchronously (log.Log). An .item(), a print or an `if` on a device tensor would make
     the host wait. It waits only for an evaluation, a save, the end of the run, statistics for
-    optim.jsonl, another host more than a step behind and, with --log_interval 1, the previous row.
+    optim.jsonl, data, another host more than a step behind, and a row that is still on its way
+    when the next one is due.
     """
+    stop = dist.StopRequest(start.world)
+    saver = open_saver(run, start)
+    batches = MicroBatches(run, start, state.step)
+    step_context = profile_steps(run, start, batches, in_flight=[stop, saver])
     log = open_log(state, run, start)
-    with dist.StopRequest(start.world) as stop, record_failure(log, state):
-        saver = open_saver(run, start)
-        batches = MicroBatches(run, start, state.step)
-        step_context = profile_steps(run, start, log, batches, [stop, saver])
+    with stop, record_failure(state, saver, log):
         first_step = state.step + 1
         stopped = False
         while state.step < run.max_steps and not stopped:
@@ -134,7 +133,7 @@ def train(state: State, run: Run, start: Start) -> int:
             saves = stopped or is_last or is_due(state.step, run.save_interval)
             has_row = state.step == first_step or is_due(state.step, run.log_interval)
 
-            # Once in a while: a row of the log. One that is still on its way is written later.
+            # Once in a while: write a row of the log, as soon as its values have arrived.
             log.write_arrived_row()
             if has_row or evaluates or saves:
                 spread = {"data_wait": batches.take_wait()}
@@ -149,8 +148,8 @@ def train(state: State, run: Run, start: Start) -> int:
                     log.evaluation(state.step, val_loss)
                 stopped = val_loss is None
 
-            # Once in a while: save, after the evaluation, because a run that continues from this
-            # checkpoint does not repeat it.
+            # Once in a while: save. A run that continues from this checkpoint does not evaluate
+            # its step again, so the evaluation comes first.
             if saves or stopped:
                 with log.pause():
                     save(state, run, start, saver)
@@ -159,12 +158,13 @@ def train(state: State, run: Run, start: Start) -> int:
 
             if saver.ends_run:
                 break
-            if log.has_lost:  # the run's folder: all ranks stop after the same step
+            if log.has_lost:  # the run's folder was moved; all ranks must stop after the same step
                 stop.signalled = True
             if state.step % 100 == 0:
                 gc.collect(1)  # on all ranks in the same step
 
-        # The end. The last step is saved before its evaluation, which a later start makes up for.
+        # The end. The last step has been saved: if a signal ends its evaluation, a later start
+        # does only that.
         if not stopped and not saver.ends_run:
             with log.pause():
                 val_loss = evaluate(state, start.val_batches, stop)
@@ -193,19 +193,46 @@ def build(
 ) -> State:
     """Build the model with its initial weights and the optimizer, on the mesh.
 
-    `decoder`, by default a new one, is on the meta device. `init_weights`: see layout.place.
+    `decoder` is on the meta device, by default a new one. A rehearsal (tools.plan) gives its own,
+    and does without initial weights.
     """
-    decoder = decoder or layout.empty_model(run)
-    model = layout.place(decoder, mesh, run, init_weights)
+    decoder = decoder or empty_model(run)
+    tensor_parallel = None
+    if run.tp > 1:
+        errors.need_extra("tensor_parallel", f"--tp {run.tp}")
+        from extras.tensor_parallel import split as tensor_parallel
+    model = dist.place(decoder, mesh, run, tensor_parallel, init_weights)
     # Before the first forward: after an evaluation, the parameters of FSDP's root are full weights.
     tensors = {"model": {name: weight.detach() for name, weight in decoder.named_parameters()}}
     optimizer = None
     if not run.eval_only:
-        parameters = decoder.named_parameters()
-        optimizer = optim.Optimizer(parameters, decoder.decays, run, decoder.is_hidden)
+        parameters, rules = decoder.named_parameters(), update_rules(run)
+        optimizer = optim.Optimizer(parameters, decoder.decays, run, decoder.is_hidden, rules)
         tensors["optimizer"] = optimizer.state()
     torch.cuda.empty_cache()  # frees the full tensors that the shards were cut from; no-op on CPUs
     return State(0, 0, model, decoder, optimizer, tensors)
+
+
+def empty_model(run: Run) -> Transformer:
+    """Return the model on the meta device, where it needs no memory."""
+    with torch.device("meta"):
+        model = Transformer(run.model_config, run.compute_dtype)
+    if run.loss_chunks > 1:
+        errors.need_extra("chunked_loss", f"--loss_chunks {run.loss_chunks}")
+        from extras.chunked_loss import ChunkedLoss
+
+        model.head.loss = ChunkedLoss(model.head.loss, run.loss_chunks)
+    return model
+
+
+def update_rules(run: Run) -> tuple[type, ...]:
+    """Return the rules of --optimizer. The first one that takes a parameter updates it."""
+    if run.optimizer != "muon":
+        return (optim.AdamW,)
+    errors.need_extra("muon", "--optimizer muon")
+    from extras.muon import Muon
+
+    return Muon, optim.AdamW
 
 
 def load(state: State, start: Start) -> None:
@@ -227,16 +254,17 @@ def load(state: State, start: Start) -> None:
 class MicroBatches:
     """An iterator over this rank's micro-batches (B, T + 1), on its device, after `step` steps.
 
-    Their order depends only on (seed, step). `waited` counts the seconds spent waiting for them.
+    Which sequences a step reads depends only on the seed and the step. `waited` counts the seconds
+    spent waiting for them.
     """
 
     def __init__(self, run: Run, start: Start, step: int):
         indices = local_train_indices(run, start.mesh, range(step + 1, run.max_steps + 1))
+        self.start_step = step
         self.device = start.world.device
         is_cuda = self.device.type == "cuda"
         self.batches = data.loader(start.train_data, indices, run.num_workers, pin=is_cuda)
         self.run = run
-        self.first_step = step
         self.read = 0
         self.waited = 0.0
         self.waited_before = 0.0  # `waited` at the last call of take_wait
@@ -245,13 +273,13 @@ class MicroBatches:
         return self
 
     def __next__(self) -> Tensor:
-        step = self.first_step + self.read // self.run.grad_accum_steps  # steps done
+        step = self.start_step + self.read // self.run.grad_accum_steps  # steps done
         progress.report(step, "reading data")
         began = time.perf_counter()
         tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
-        is_first = step == self.first_step  # the first step allocates memory and may compile
+        is_first = step == self.start_step  # the first step allocates memory and may compile
         doing = "compiling" if is_first and self.run.compile else "computing"
         progress.report(step, doing, is_slow=is_first)
         return tokens
@@ -263,11 +291,15 @@ class MicroBatches:
 
 
 def open_log(state: State, run: Run, start: Start) -> Log:
-    """Begin to write to the run folder: the flags as given, and the log's row of this start."""
+    """Write config.json, with the flags as given, and the log's row of this start.
+
+    Until here, nothing is written to the run folder.
+    """
     out = Path(run.out)
     send = None
-    if run.tracker != "none":
-        from runtime.tracker import open_tracker
+    if run.tracker == "wandb":
+        errors.need_extra("wandb", "--tracker wandb")
+        from extras.wandb import open_tracker
 
         with dist.raise_on_all_ranks():
             if start.world.rank == 0:
@@ -281,34 +313,36 @@ def open_log(state: State, run: Run, start: Start) -> Log:
     return log
 
 
-def open_saver(run: Run, start: Start) -> Saver:
-    return Saver(
-        Path(run.out),
-        run.async_save,
-        run.keep_last,
-        run.keep_every,
-        start.world.timeout,
-        start.folders[0].tokenizer_file,
-    )
+def open_saver(run: Run, start: Start) -> checkpoint.Saver:
+    out, tokenizer_file = Path(run.out), start.folders[0].tokenizer_file
+    if run.async_save:
+        errors.need_extra("async_save", "--async_save")
+        from extras.async_save import AsyncSaver
+
+        timeout = start.world.timeout
+        return AsyncSaver(out, run.keep_last, run.keep_every, timeout, tokenizer_file)
+    return checkpoint.Saver(out, run.keep_last, run.keep_every, dist.on_all_ranks, tokenizer_file)
 
 
-def profile_steps(run: Run, start: Start, log: Log, batches: MicroBatches, in_flight: list):
+def profile_steps(run: Run, start: Start, batches: MicroBatches, in_flight: list):
     """Return the context around step number n: a profiler's, or one that does nothing."""
     if not run.profile:
         return contextlib.nullcontext
-    from runtime.profiling import Profiler
+    errors.need_extra("profile", "--profile")
+    from extras.profile import Profiler
 
     window = config.profile_window(run.profile)
     folder = Path(run.out) / "profile"
-    profiler = Profiler(window, folder, start.mesh, log.say, in_flight, lambda: batches.waited)
+    profiler = Profiler(window, folder, start.mesh, say, in_flight, lambda: batches.waited)
     return profiler.step
 
 
-def save(state: State, run: Run, start: Start, saver: Saver) -> None:
+def save(state: State, run: Run, start: Start, saver: checkpoint.Saver) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
-    Do not save if the loss of a rank or a weight is not finite. If replicas of a weight differ
-    between ranks, do not save, and end the run. Raises RunError if the run's folder was moved.
+    Does not save if the loss of a rank or a weight is not finite, nor if replicas of a weight
+    differ between ranks, which also ends the run (saver.ends_run). Raises RunError if the run's
+    folder was moved.
     """
     if run.checkpoint == "none":
         return
@@ -318,10 +352,20 @@ def save(state: State, run: Run, start: Start, saver: Saver) -> None:
     if not is_finite(state):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
-    if difference := compare_replicas(state.tensors["model"]):
+    if difference := compare_replicas(state, run):
         saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
         return
     saver.save(state.tensors, {"step": state.step, "tokens": state.tokens} | run.manifest)
+
+
+def compare_replicas(state: State, run: Run) -> str | None:
+    """Describe a weight that differs between its replicas, with --check_replicas, if any does."""
+    if not run.check_replicas:
+        return None
+    errors.need_extra("replicas", "--check_replicas")
+    from extras import replicas
+
+    return replicas.find_difference(state.tensors["model"])
 
 
 def is_finite(state: State) -> bool:
@@ -333,8 +377,11 @@ def is_finite(state: State) -> bool:
     return finite.item() == 1
 
 
-def finish_save(state: State, start: Start, saver: Saver, log: Log) -> None:
-    """Wait for the last save and the last row. Raises CheckpointError if the save has failed."""
+def finish_save(state: State, start: Start, saver: checkpoint.Saver, log: Log) -> None:
+    """Wait for the last save.
+
+    Raises CheckpointError if it has failed, and RunError if the run's folder was moved.
+    """
     if start.lock:
         dist.on_rank0(start.lock.raise_if_lost)
     progress.report(state.step, "saving", is_slow=True)
@@ -342,15 +389,17 @@ def finish_save(state: State, start: Start, saver: Saver, log: Log) -> None:
     log.checkpoints(saver.take_rows())
     if saver.failure:
         raise checkpoint.CheckpointError(saver.failure)
-    log.flush()  # on a GPU, the last row is still pending after a stop without a save
 
 
 @contextlib.contextmanager
-def record_failure(log: Log, state: State) -> Iterator[None]:
-    """A context that writes to the log with which error the run fails, if it does."""
+def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[None]:
+    """A context that writes the error with which the run fails to the log."""
     try:
         yield
     except Exception as error:  # not the Ctrl-C that ends a run at once
+        if isinstance(error, Diverged):  # on all ranks, which so complete a save that has begun
+            saver.wait()
+            log.checkpoints(saver.take_rows())
         log.end(state.step, "failed", str(error).partition("\n")[0])
         raise
 
@@ -377,7 +426,7 @@ def print_sample(state: State, run: Run, start: Start) -> None:
             text = folder.decode(tokens)
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        text = f"no text: {reason}; python sample.py --run {run.out} needs one process only"
+        text = f"no text: {reason}; run python sample.py --run {run.out} instead"
     say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
 
 
@@ -389,23 +438,40 @@ def command(argv: list[str]) -> int:
     """Train or evaluate the model of the command line on all ranks; return the exit status."""
     typed = config.parse(argv)
     dist.refuse_other_launchers()
-    # Collectives get more time: a rank may wait in one while another rank compiles or saves.
-    collective_timeout = timedelta(seconds=SLOW_FACTOR * typed.timeout)
-    join_timeout = timedelta(seconds=typed.timeout)
-    world = dist.start(typed.device, collective_timeout, join_timeout, lazy=True)
-    # If a rank dies or hangs, the watchdog ends all ranks. torchrun --max-restarts or a scheduler
-    # restarts them, and they continue from the latest valid checkpoint.
-    watchdog = Watchdog(world.store, world.rank, world.size, typed.timeout, progress)
-    with contextlib.ExitStack() as held, watchdog:
-        # Under tp each rank has part of the logits, and this context adds up the parts of a loss.
-        held.enter_context(torch.distributed.tensor.parallel.loss_parallel())
-        gc.disable()  # a collection on one rank delays all: the loop collects on all ranks at once
+    timeout = timedelta(seconds=typed.timeout)
+    watches = has_watchdog(typed)
+    world = dist.start(typed.device, dist.SLOW_FACTOR * timeout, timeout, lazy=watches)
+    with contextlib.ExitStack() as held:
+        if watches:
+            errors.need_extra("watchdog", "--watchdog")
+            from extras.watchdog import Watchdog
+
+            # If a rank dies or hangs, it ends all ranks. torchrun --max-restarts or a scheduler
+            # restarts them, and they continue from the latest valid checkpoint.
+            dog = Watchdog(world.store, world.rank, world.size, typed.timeout, progress)
+            held.enter_context(dog)
+        gc.disable()  # on one rank it would delay all, so the loop collects on all ranks at once
         held.callback(gc.enable)
-        run, start = start_run(argv, world, held)
+        run, start = start_run(argv, world, held, load_mixture)
         status = train_or_evaluate(run, start)
-        torch.distributed.barrier()  # a rank that leaves earlier would look dead to the others
+        torch.distributed.barrier()  # a rank that leaves earlier would look dead to a watchdog
     torch.distributed.destroy_process_group()
     return status
+
+
+def has_watchdog(typed: config.Config) -> bool:
+    """Whether a watchdog is on, which is decided before ranks have met: see config.py."""
+    if typed.watchdog is not None:
+        return typed.watchdog
+    return dist.spans_hosts() and not errors.is_deleted("watchdog")
+
+
+def load_mixture():
+    """Return the module for --data with several folders."""
+    errors.need_extra("mixture", "--data with several folders")
+    from extras import mixture
+
+    return mixture
 
 
 def train_or_evaluate(run: Run, start: Start) -> int:
@@ -417,7 +483,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         return 0
     state = build(run, start.mesh)
     load(state, start)
-    if difference := compare_replicas(state.tensors["model"]):
+    if difference := compare_replicas(state, run):
         raise errors.UsageError(f"{difference}: start all ranks with the same code and data")
     if run.eval_only:
         val_loss = evaluate(state, start.val_batches)
@@ -458,14 +524,24 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
             f"data    {part.folder.path}: {len(part):,} sequences; "
             f"{run.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
         )
-    memory = config.memory_of(run, run.model_config, run.machine)
+    memory = config.memory_of(run, run.model_config, run.machine, update_rules(run))
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items() if size)
     total = sum(memory.values())
     lines.append(f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB")
+    lines += indented(describe_defaults(run))
     lines += indented(f"passed over {path}: {why}" for path, why in origin.damaged.items())
     how = "a new run with the weights of" if origin.only_weights else "continuing from"
     lines.append(f"out     {run.out}" + (f", {how} {origin.path}" if origin.path else ""))
     return lines + indented(start.notes)
+
+
+def describe_defaults(run: Run) -> Iterator[str]:
+    """Yield a line for each extra that a default has turned on, with the reason."""
+    if run.loss_chunks > 1 and run.given.loss_chunks is None:
+        yield f"--loss_chunks {run.loss_chunks}, because the logits need much of the memory"
+    for name in ("watchdog", "check_replicas"):
+        if getattr(run, name) and getattr(run.given, name) is None:
+            yield f"--{name}, because the job spans several hosts"
 
 
 def indented(lines: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import config
@@ -363,8 +363,18 @@ def build_run(argv: list[str]) -> SimpleNamespace:
 def train_step(built: SimpleNamespace, step: int) -> tuple:
     """Take step number `step` of a run."""
     built.state.step = step
-    with loss_parallel():
-        return train.train_step(built.state, built.batches, built.run)
+    return train.train_step(built.state, built.batches, built.run)
+
+
+def make_saver(
+    folder: Path, async_save: bool, keep_last: int, keep_every: int, extra_files: dict | None = None
+) -> checkpoint.Saver:
+    if async_save:
+        from extras.async_save import AsyncSaver  # which a reader may have deleted
+
+        timeout = timedelta(seconds=20)
+        return AsyncSaver(folder, keep_last, keep_every, timeout, extra_files)
+    return checkpoint.Saver(folder, keep_last, keep_every, dist.on_all_ranks, extra_files)
 
 
 def memory_taken(task: Callable[[], None]) -> int:

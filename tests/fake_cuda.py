@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from runtime import profiling
-from runtime.profiling import asks_for_values
+from extras import profile as profiling
+from extras.profile import asks_for_values
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
@@ -264,7 +264,7 @@ class Gpu(TorchDispatchMode):
         frame = sys._getframe()
         while frame:
             path = Path(frame.f_code.co_filename)
-            is_ours = path.parent in (ROOT, ROOT / "runtime")
+            is_ours = path.parent in (ROOT, ROOT / "extras")
             if is_ours and frame.f_code.co_name != "__torch_dispatch__":  # the mode of --profile
                 break
             frame = frame.f_back

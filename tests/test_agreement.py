@@ -71,6 +71,7 @@ def test_a_rank_that_differs_from_the_others_ends_the_run(pool, tokens, tmp_path
     prepare.prepare([str(tmp_path / "text")], tmp_path / "other")
     strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
     argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
+    argv.append("--check_replicas")
     answers = pool(4, start_with_a_fault, argv, fault, tmp_path / "other")
     assert [status for status, _, _ in answers] == [2] * 4
     line = LINES[fault].replace("HOST", socket.gethostname())
@@ -80,7 +81,7 @@ def test_a_rank_that_differs_from_the_others_ends_the_run(pool, tokens, tmp_path
 
 
 def test_source_hash_covers_the_modules_in_all_folders(tmp_path):
-    files = [tmp_path / name for name in ("train.py", "runtime/agreement.py", "text/encode.py")]
+    files = [tmp_path / name for name in ("train.py", "extras/replicas.py", "text/encode.py")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
     # Each file changes, the first one twice. Then two files are exchanged, and one is renamed.

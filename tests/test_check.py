@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
 import dist
-import layout
 import model
 import optim
 import train
@@ -31,7 +30,7 @@ SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
 train_step, replicate = train.train_step, dist.replicate
 build, gradient_sync = train.build, dist.gradient_sync
 load_state = checkpoint.load_state
-run_mlp, empty_model = model.MLP.forward, layout.empty_model
+run_mlp, empty_model = model.MLP.forward, train.empty_model
 run_norm = model.RMSNorm.forward
 
 
@@ -118,7 +117,7 @@ FAULTS = {
     "load": lambda: mock.patch.object(checkpoint, "load_state", loads_no_moments),
     "update": lambda: mock.patch.object(optim.AdamW, "update", only_decays),
     "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
-    "frozen": lambda: mock.patch.object(layout, "empty_model", freezes_the_embedding),
+    "frozen": lambda: mock.patch.object(train, "empty_model", freezes_the_embedding),
     "dropout": lambda: mock.patch.object(model.MLP, "forward", drops_in_training),
     "gradient": lambda: mock.patch.object(common, "build", scales_a_gradient),
     "weight": lambda: mock.patch.object(train, "train_step", weights_the_last_micro_batch),

@@ -6,7 +6,6 @@ import math
 import shutil
 import zlib
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +16,7 @@ from conftest import (
     documented_fields,
     full_tensor,
     last_checkpoint,
+    make_saver,
     resolve,
     rows,
     tensors,
@@ -27,7 +27,6 @@ import checkpoint
 import dist
 import train
 from optim import local
-from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
 
@@ -105,7 +104,7 @@ def save_on_each_mesh(argv: list[str], folder: Path) -> None:
     for number, (name, _, state) in enumerate(states_of_meshes(argv)):
         for key, tensor in state.items():
             local(tensor).copy_(expected_part(key, tensor))
-        saver = Saver(folder / name, number % 2 == 1, 0, 0, timedelta(seconds=20))
+        saver = make_saver(folder / name, number % 2 == 1, 0, 0)
         saver.save(state, {"step": 1})
         saver.wait()
         assert saver.failure is None

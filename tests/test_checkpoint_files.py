@@ -3,7 +3,6 @@
 import os
 import shutil
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +13,7 @@ from conftest import (
     command,
     file_names,
     last_checkpoint,
+    make_saver,
     memory_taken,
     rows,
     tensors,
@@ -22,7 +22,6 @@ from test_imports import MODULES, imported_modules
 
 import checkpoint
 import dist
-from runtime.saver import Saver
 from start import find_origin
 from tools.checkpoint import consolidate
 
@@ -129,7 +128,7 @@ def test_removing_a_linked_checkpoint_keeps_its_target(tmp_path, one_rank):
         path = checkpoint.step_path(tmp_path, step)
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(archived)
-    saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=5))
+    saver = make_saver(tmp_path, False, 1, 0)
     saver.save({"a": torch.ones(2)}, {"step": 2})
     assert file_names(tmp_path / "checkpoints") == ["step-00000002"]
     assert not checkpoint.step_path(tmp_path, 2).is_symlink()
@@ -184,7 +183,7 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk):
 def test_loading_and_consolidating_take_little_memory(tmp_path, one_rank):
     """At most the pages of one tensor of a mapped file are resident: 4 MB of 96."""
     state = {str(number): torch.ones(1024, 1024) for number in range(24)}
-    saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20))
+    saver = make_saver(tmp_path, False, 0, 0)
     saver.save(state, {"step": 1})
     path = last_checkpoint(tmp_path)
     assert memory_taken(lambda: checkpoint.load_state(path, state)) < 45e6

@@ -42,14 +42,14 @@ ASKS = "asks for _local_scalar_dense"
 # What the host waits for outside the steps, by (function, what)
 OUTSIDE = {("optim.py __init__", BLOCKS)}
 OUTSIDE |= {
-    ("agreement.py compare_replicas", BLOCKS),
-    ("agreement.py compare_replicas", ASKS),
+    ("replicas.py find_difference", BLOCKS),
+    ("replicas.py find_difference", ASKS),
 }
 OUTSIDE |= {("start.py open_start", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("model.py generate", BLOCKS), ("model.py generate", READS)}
 CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py fill", BLOCKS)}
 SAVING = {("checkpoint.py blocks", READS)}
-ASYNC_SAVING = {("saver.py copy_to_host", "to cpu, pinned, blocking")}
+ASYNC_SAVING = {("async_save.py copy_to_host", "to cpu, pinned, blocking")}
 
 
 def test_every_stand_in_replaces_a_function_of_torch():

@@ -16,6 +16,7 @@ from conftest import FACTS, TINY, build_model, build_run, listen, resolve, train
 import dist
 import model
 import optim
+import train
 from config import memory_of
 from dist import blocks_per_unit, keep_freed_memory, read_machine
 
@@ -51,7 +52,8 @@ def state_bytes(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
-    return memory_of(run.run, run.run.model_config, run.run.machine), taken
+    rules = train.update_rules(run.run)
+    return memory_of(run.run, run.run.model_config, run.run.machine, rules), taken
 
 
 @pytest.mark.parametrize(

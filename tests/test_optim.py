@@ -2,16 +2,16 @@
 
 import functools
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 from conftest import build_model, full_tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
 import model
 import optim
+from extras import tensor_parallel
+from extras.muon import Muon
 
 MESHES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 
@@ -62,13 +62,14 @@ def build(mesh_name: str, **options) -> Setup:
         mesh,
         strategy,
         init=functools.partial(net.init_tensor, seed=7),
-        tp_plan=net.tensor_parallel_plan(),
+        tensor_parallel=tensor_parallel.split,
         fsdp_units=[[block] for block in net.blocks],
         keep_gradients=True,
     )
-    optimizer = optim.Optimizer(
-        net.named_parameters(), net.decays, settings(**options), net.is_hidden
-    )
+    chosen = settings(**options)
+    rules = RULES[chosen.optimizer], optim.AdamW
+    parameters = net.named_parameters()
+    optimizer = optim.Optimizer(parameters, net.decays, chosen, net.is_hidden, rules)
     share = 8 * shape[2] // world.size
     start = dist.dp_rank(mesh) * share
     return Setup(net, forward, optimizer, slice(start, start + share))
@@ -80,9 +81,8 @@ def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict]
     log = []
     for step in range(1, steps + 1):
         tokens = batch(step)[setup.part]
-        with loss_parallel():
-            loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
-            loss.backward()
+        loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
+        loss.backward()
         metrics = setup.optimizer.step(step, lr_at(step))
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
@@ -178,9 +178,11 @@ class Sgd:
             optim.assign_unless(update.skip, weight, weight - update.lr * momentum)
 
 
+RULES = {"adamw": optim.AdamW, "muon": Muon, "sgd": Sgd}
+
+
 def train_with_sgd(strategy: str) -> tuple:
-    with mock.patch.dict(optim.OPTIMIZERS, sgd=Sgd):
-        return train_on_mesh(strategy, 4, {"optimizer": "sgd", "max_grad_norm": 1.5})
+    return train_on_mesh(strategy, 4, {"optimizer": "sgd", "max_grad_norm": 1.5})
 
 
 def test_a_fork_adds_an_optimizer_with_one_class(pool):
@@ -214,10 +216,10 @@ def test_a_scalar_parameter_keeps_its_moments_in_a_checkpoint():
     assert state["step"].shape == (2,)
 
 
-@pytest.mark.parametrize("name", ["muon", "sgd"])
-def test_an_optimizer_without_any_parameter_is_refused(monkeypatch, name):
+@pytest.mark.parametrize("rule", [Muon, Sgd])
+def test_an_update_rule_without_any_parameter_is_refused(rule):
     """For example Muon with a misspelled prefix, or Sgd for a model without an embedding."""
-    monkeypatch.setitem(optim.OPTIMIZERS, "sgd", Sgd)
     parameters = torch.nn.Linear(3, 2).named_parameters()
-    with pytest.raises(ValueError, match=f"^{name} updates no parameter: check is_hidden"):
-        optim.Optimizer(parameters, str.isupper, settings(optimizer=name), str.isupper)
+    rules = rule, optim.AdamW
+    with pytest.raises(ValueError, match=f"^{rule.__name__} updates no parameter: check is_hidden"):
+        optim.Optimizer(parameters, str.isupper, settings(), str.isupper, rules)

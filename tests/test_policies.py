@@ -8,11 +8,11 @@ from conftest import assert_close, build_model, build_run, resolve, train_step
 from test_memory import kept_for_backward
 from torch.profiler import profile
 
+import dist
 import errors
-import layout
 import model
 import train
-from runtime.profiling import CommunicationCounter, OperationCounter, Traffic
+from extras.profile import CommunicationCounter, OperationCounter, Traffic
 from tools.planning.rehearse import rehearse
 
 # --------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     )
     net = build_model(config)
     if mode != "none":
-        layout.checkpoint_activations(net.blocks, mode, config)
+        dist.checkpoint_activations(net.blocks, mode, config)
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
         loss = net(tokens, tokens)

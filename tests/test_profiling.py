@@ -12,11 +12,11 @@ import torch
 from conftest import documented_fields, listen, rows
 from torch.autograd.profiler_util import FunctionEvent
 
+import checkpoint
 import data
 import dist
 import optim
-from runtime import profiling
-from runtime.saver import Saver
+from extras import profile as profiling
 
 
 def profiled(argv: list[str]) -> tuple[int, str, str]:
@@ -93,7 +93,7 @@ def test_an_operation_without_a_process_group_has_no_group_name():
 def switches(argv: list[str]) -> tuple[int, list]:
     """Run train.py; return (status, what is in flight when the profiler starts and stops)."""
     works, saves, found = [], [], []
-    all_reduce, write = torch.distributed.all_reduce, Saver.write
+    all_reduce, write = torch.distributed.all_reduce, checkpoint.Saver.write
 
     def late(*args, **options):
         if not options.get("async_op"):
@@ -122,7 +122,7 @@ def switches(argv: list[str]) -> tuple[int, list]:
 
     with (
         mock.patch("torch.distributed.all_reduce", late),
-        mock.patch.object(Saver, "write", slow),
+        mock.patch.object(checkpoint.Saver, "write", slow),
         mock.patch.object(profiling, "profile", Switch),
     ):
         status, *_ = listen(argv)

@@ -10,6 +10,7 @@ from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
 import optim
+import train
 from config import memory_of
 from model import Transformer
 from tools.planning import rehearse as rehearsing
@@ -127,7 +128,8 @@ def test_compiling_does_not_change_a_rehearsal(on_512_gpus):
 
 def test_rehearsed_bytes_match_a_count_by_hand(on_512_gpus):
     plain, *_ = on_512_gpus
-    estimate = memory_of(plain.run, plain.run.model_config, plain.run.machine)
+    rules = train.update_rules(plain.run)
+    estimate = memory_of(plain.run, plain.run.model_config, plain.run.machine, rules)
     assert plain.memory["gradients"] == estimate["gradients"]  # two micro-batches: not sharded
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
     moved = {row.name: row.bytes for row in rows}

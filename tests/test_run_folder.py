@@ -121,12 +121,13 @@ def test_a_typed_model_must_be_that_of_the_weights(begin, tmp_path, model, fits)
 
 KINDS = {kind: {n for n, f in FLAGS.items() if f.kind == kind} for kind in ("part", "free", "once")}
 ONCE = {"out", "allow_changes", "dry_run", "eval_only", "device", "timeout", "profile"}
-ONCE |= {"dp_replicate", "dp_shard", "tp"}
+ONCE |= {"dp_replicate", "dp_shard", "tp", "watchdog"}
 # Another value of each flag, if it is not twice the default or 5
 OTHER_VALUES = {"schedule": "wsd", "clip": "adaptive", "optimizer": "muon", "dtype": "bfloat16"}
 OTHER_VALUES |= {"data": "tokens/b", "wrap": "block", "strategy": "fsdp", "compile": True}
 OTHER_VALUES |= {"reshard_after_forward": False, "grad_sync": "shard", "async_save": True}
 OTHER_VALUES |= {"activation_checkpointing": "full", "tracker": "wandb", "checkpoint": "none"}
+OTHER_VALUES |= {"check_replicas": True}
 OTHER_VALUES |= {"micro_batch_size": 4, "lr": 0.125, "beta1": 0.5, "beta2": 0.5, "min_lr": 1e-4}
 
 

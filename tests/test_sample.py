@@ -16,11 +16,11 @@ from conftest import call_train, exit_statuses, flags, fork_ranks, last_checkpoi
 from mistakes import variant
 
 import checkpoint
+import extras.watchdog
 import model
 import prepare
 import sample
 import train
-from runtime import watchdog
 from text import tokenizer
 from tools import checkpoint as commands
 from tools import hf
@@ -181,7 +181,7 @@ def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
 
     def play(*arguments):
         if not drawn and failure != "raises":
-            mock.patch.object(watchdog, "SLOW_FACTOR", 1).start()
+            mock.patch.object(extras.watchdog, "SLOW_FACTOR", 1).start()
         drawn.append(rank)
         if len(drawn) == 3 and rank == 1 and failure == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +200,7 @@ def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
 
 SAID = {
     "slow": "-+ sample -+\n(?!no text)(.|\n)*",
-    "raises": "no text: planted; python sample.py --run .*/run needs one process only\n",
+    "raises": "no text: planted; run python sample.py --run .*/run instead\n",
     "dies": ".*: error: rank 1 stopped or died, .*; rank 0 is after step 1, sampling\n",
     "hangs": ".*: error: rank 1 did not arrive within 4 s: still after step 1, sampling; .*\n",
 }
@@ -211,8 +211,9 @@ LONG = [pytest.param(failure, marks=pytest.mark.slow) for failure in ("slow", "h
 
 @pytest.mark.parametrize("failure", ["raises", "dies", *LONG])
 def test_a_failed_sample_does_not_fail_a_finished_run(tokens, tmp_path, failure):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --timeout 4"
-    ranks = fork_ranks(2, sample_at_the_end, flags(f"{text} --sample_tokens 8"), tmp_path, failure)
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --sample_tokens 8"
+    argv = flags(f"{text} --watchdog --timeout 4")
+    ranks = fork_ranks(2, sample_at_the_end, argv, tmp_path, failure)
     assert exit_statuses(ranks) == [0, -9 if failure == "dies" else 0]
     said = [(tmp_path / f"printed {rank}").read_text(errors="replace") for rank in range(2)]
     assert any(re.search(f"(?m)^{SAID[failure]}(-+\n)?\\Z", text) for text in said), said

@@ -7,20 +7,18 @@ import re
 import socket
 import subprocess
 import threading
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import file_names, last_checkpoint, listen, rows, tensors
+from conftest import file_names, last_checkpoint, listen, make_saver, rows, tensors
 from test_dist import TwoArguments
 
 import checkpoint
 import dist
 import optim
 import train
-from runtime.saver import Saver
 from tools.checkpoint import consolidate
 
 EVERY_BIT = torch.arange(256, dtype=torch.uint8)  # every byte: also inf and nan
@@ -40,7 +38,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, one_rank, async_save):
         values = torch.randint(0, 2, (3,) if name == "BOOL" else (3, 5))
         state[name] = values.to(dtype)
         state[f"every bit of {name}"] = EVERY_BIT[: 2 if name == "BOOL" else None].view(dtype)
-    saver = Saver(tmp_path, async_save, 1, 0, timedelta(seconds=20))
+    saver = make_saver(tmp_path, async_save, 1, 0)
     saver.save(state, {"step": 1})
     saver.wait()
     assert saver.failure is None
@@ -66,7 +64,7 @@ NOT_SAVED = {"int": 5, "list": [1, 2], "torch.complex128": torch.ones(2, dtype=t
 @pytest.mark.parametrize("async_save", [False, True])
 def test_state_that_could_not_be_loaded_is_not_saved(tmp_path, one_rank, async_save):
     for kind, value in NOT_SAVED.items():
-        saver = Saver(tmp_path, async_save, 1, 0, timedelta(seconds=20))
+        saver = make_saver(tmp_path, async_save, 1, 0)
         saver.save({"a": torch.ones(2), "b": {"odd": value}}, {"step": 1})
         saver.wait()
         assert f"b.odd cannot be saved: {kind} is none of F64, F32, F16" in saver.failure
@@ -84,7 +82,7 @@ def test_an_async_save_uses_a_separate_process_group(tmp_path, one_rank):
         groups.append(group)
         gather(answers, result, group=group)
 
-    saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
+    saver = make_saver(tmp_path, True, 0, 0)
     with mock.patch.object(torch.distributed, "all_gather_object", record):
         saver.save({"weight": torch.ones(3)}, {"step": 1})
         saver.wait()
@@ -98,7 +96,7 @@ def test_an_async_save_uses_a_separate_process_group(tmp_path, one_rank):
 
 def test_an_async_save_waits_for_the_previous_save(tmp_path, one_rank):
     """Otherwise the first checkpoint would get weights of the second, with valid checksums."""
-    saver = Saver(tmp_path, True, 0, 0, timedelta(seconds=20))
+    saver = make_saver(tmp_path, True, 0, 0)
     weight = torch.ones(3)
     waits = threading.Event()  # nothing of step 1 is written before this event
     write, wait = checkpoint.write_safetensors, saver.wait
@@ -130,7 +128,7 @@ def test_a_save_is_synced_before_and_after_its_rename(tmp_path, one_rank):
         events.append(f"{old.name} -> {new.name}")
         rename(old, new)
 
-    saver = Saver(tmp_path, False, 0, 0, timedelta(seconds=20), {"x.json": b"x"})
+    saver = make_saver(tmp_path, False, 0, 0, extra_files={"x.json": b"x"})
     with mock.patch.multiple(os, fsync=record_fsync, rename=record_rename):
         saver.save({"weight": torch.ones(3)}, {"step": 1})
     *files, manifest, work, renamed, parent = events
@@ -183,7 +181,7 @@ TOKENIZER_FILE = b"IQ== 0\n" * 200_000
 def save_with_extra_files(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     extra = {"my.json": TOKENIZER_FILE}
-    saver = Saver(folder, False, 0, 0, timedelta(seconds=20), extra)
+    saver = make_saver(folder, False, 0, 0, extra_files=extra)
     saver.save({"weight": torch.ones(3)}, {"step": 1})
     assert saver.failure is None
 
@@ -232,7 +230,7 @@ def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
     Return `failure` before the first save and after each save.
     """
     rank = dist.start("cpu").rank
-    saver = Saver(run, async_save, 0, 0, timedelta(seconds=20))
+    saver = make_saver(run, async_save, 0, 0)
     failures = [saver.failure]
 
     def save(step: int) -> None:
@@ -276,7 +274,7 @@ def test_a_failed_save_is_reported_on_all_ranks(pool, tmp_path, async_save):
 def test_a_refused_save_only_logs_a_row(tmp_path, one_rank):
     """It touches no file and does not communicate: all ranks know that they refuse."""
     (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # left by a killed save
-    saver = Saver(tmp_path, False, 1, 0, timedelta(seconds=20))
+    saver = make_saver(tmp_path, False, 1, 0)
     no_gather = mock.patch.object(torch.distributed, "all_gather_object", side_effect=OSError)
     with no_gather as gather:
         saver.refuse(3, "a weight is not finite", ends_run=True)
@@ -321,6 +319,7 @@ def test_a_corrupted_weight_of_one_rank_is_not_saved(on_ranks, tmp_path, mesh, f
     odd, name, others = FAULTS[mesh, fault]
     out = tmp_path / "run"
     text = f"--strategy {mesh} --max_steps 5 --save_interval 2 --global_batch_size 4"
+    text += " --check_replicas"
     answers = on_ranks(4, listen_with_a_fault, text, odd, name, fault)
     assert [status for status, _, _ in answers] == [1] * 4
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]

@@ -15,6 +15,7 @@ from tiktoken_ext import openai_public
 
 import data
 import prepare
+from extras.mixture import Mixture
 from start import describe_evaluation
 from text import encode, sources, tokenizer
 
@@ -95,7 +96,7 @@ def test_bits_per_byte_of_a_mixture_use_its_shares():
         tokens = {"val": range(50)}.__getitem__
         folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
         parts.append(mock.MagicMock(folder=folder, seq_len=5))
-    val_data = data.Mixture(parts)
+    val_data = Mixture(parts)
     run = resolve("--eval_sequences 1")
     start = SimpleNamespace(origin=SimpleNamespace(path=Path("a")), val_data=val_data)
     said = describe_evaluation(run, start, math.log(2))

@@ -6,18 +6,16 @@ import json
 import math
 import statistics
 from argparse import Namespace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, memory_taken, rows, start_row
+from conftest import ROOT, make_saver, memory_taken, rows, start_row
 from test_report import FIRST_ROW, write_run
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from runtime.saver import Saver
 from tools import bench, compare, report
 
 # --------------------------------------------------------------------------------------------------
@@ -280,7 +278,7 @@ def memory_of_a_save(folder: Path, async_save: bool) -> float:
     weights = {str(i): tensor.ones(1024, 4096, device_mesh=mesh) for i in range(16)}
     state = {name: whole.redistribute(placements=[Shard(0)]) for name, whole in weights.items()}
     del weights
-    saver = Saver(folder, async_save, 1, 0, timedelta(seconds=60))
+    saver = make_saver(folder, async_save, 1, 0)
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
     taken = memory_taken(lambda: (saver.save(state, {"step": 1}), saver.wait()))
     assert saver.failure is None

@@ -40,8 +40,8 @@ import checkpoint
 import data
 import dist
 from dist import Machine
+from extras.watchdog import Watchdog
 from log import replace_file
-from runtime.watchdog import SLOW_FACTOR, Watchdog
 from tools import common
 from tools.common import Run, flag_value
 from tools.measuring import fuzz
@@ -74,7 +74,7 @@ SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
     "--optim_metrics_interval 0 --tracker none --allow_changes false "
-    "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 "
+    "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 --check_replicas true "
 )
 
 
@@ -343,7 +343,7 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     """Check the planned run on every rank. Rank 0 prints and writes the results."""
     timeout = flag_value(flags, "timeout")
     device = flag_value(flags, "device")
-    collective_timeout = timedelta(seconds=SLOW_FACTOR * timeout)
+    collective_timeout = timedelta(seconds=dist.SLOW_FACTOR * timeout)
     join_timeout = timedelta(seconds=timeout)
     world = dist.start(device, collective_timeout, join_timeout, lazy=True)
     with Watchdog(world.store, world.rank, world.size, timeout, dist.progress):

@@ -1,6 +1,6 @@
 """What the commands of tools/ need of the trainer: its flags, its runs and its step.
 
-No other file of tools/ imports config, layout, start or train, so a change of those is a change of
+No other file of tools/ imports config, start or train, so a change of those is a change of
 this file. Commands keep the flags that were given as {name: value}.
 """
 
@@ -11,11 +11,11 @@ import torch
 import config
 import data
 import dist
+import start
 from config import FLAGS, Config, Run, build_parser, default_out
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
-from layout import empty_model
 from log import say
 from start import (
     Origin,
@@ -23,13 +23,11 @@ from start import (
     find_origin,
     local_train_indices,
     newest_checkpoint,
-    open_start,
     read_model,
     source_hash,
     with_weights,
 )
-from start import open_data as open_folders
-from train import MicroBatches, State, build, load, train, train_step
+from train import MicroBatches, State, build, empty_model, load, load_mixture, train, train_step
 
 __all__ = [
     # flags
@@ -46,6 +44,7 @@ __all__ = [
     "find_origin",
     "named_origin",
     "open_data",
+    "open_folders",
     "open_start",
     "recorded_flags",
     "recorded_model",
@@ -95,22 +94,38 @@ def named_origin(flags: dict) -> Origin:
     return with_weights(Origin(Config(**flags)), checkpoints_at(Path(named))[-1], damaged={})
 
 
-def recorded_flags(out: Path, start: dict) -> dict:
+def recorded_flags(out: Path, row: dict) -> dict:
     """Return the flags of a start's row of the log, but its model. Raises UsageError."""
-    values = {name: value for name, value in start["config"].items() if value is not None}
+    values = {name: value for name, value in row["config"].items() if value is not None}
     if unknown := values.keys() - FLAGS.keys():
         raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
     return {name: value for name, value in values.items() if name != "model"}
 
 
-def recorded_model(out: Path, start: dict) -> Origin:
+def recorded_model(out: Path, row: dict) -> Origin:
     """Return the origin with the model of a start's row of the log. Raises UsageError."""
-    return Origin(Config(), model_config=read_model(out, start))
+    return Origin(Config(), model_config=read_model(out, row))
 
 
 def open_data(flags: dict) -> list[data.TokenFolder]:
     """Open the data of a planned run on all ranks; prepare the built-in data if it is missing."""
-    return open_folders(flag_value(flags, "data"))
+    path = flag_value(flags, "data")
+    return start.open_data(path, load_mixture() if data.names_mixture(path) else None)
+
+
+def open_folders(path: str) -> list[data.TokenFolder]:
+    """Open the folders of --data. Raises DataError."""
+    if data.names_mixture(path):
+        return load_mixture().open_folders(path)
+    return [data.open_folder(Path(path))]
+
+
+def open_start(
+    run: Run, origin: Origin, folders: list[data.TokenFolder], world: dist.World
+) -> start.Start:
+    """Create the mesh of a run and open its data on this rank. All ranks call it."""
+    mixture = load_mixture() if len(folders) > 1 else None
+    return start.open_start(run, origin, folders, world, mixture)
 
 
 def fake_machine(world_size: int, local_size: int | None = None) -> Machine:

@@ -24,7 +24,6 @@ from statistics import fmean, median, stdev
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import data
@@ -33,9 +32,10 @@ import errors
 import optim
 from checkpoint import CheckpointError
 from errors import UsageError, plural
+from extras.mixture import Mixture
+from extras.watchdog import Watchdog
 from log import read_starts
 from model import eval_mode
-from runtime.watchdog import SLOW_FACTOR, Watchdog
 from text import tokenizer
 from tools import common
 from tools.common import NEW_RUN, Run, State, flag_value, say
@@ -114,7 +114,7 @@ class Replay:
         self.world = world
         start = start_of(starts, args.step)
         path = args.data or start["config"]["data"]
-        folders = data.open_folders(path)
+        folders = common.open_folders(path)
         self.facts = data.facts_of(folders)
         if self.facts.fingerprint != start["data"]:
             raise UsageError(
@@ -210,7 +210,7 @@ class Replay:
 
 def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> dict[int, str]:
     """Return index -> where a sequence is from and how its text begins. Raises TokenizerError."""
-    mixture = data.Mixture(parts)  # with one folder, its order is that folder's
+    mixture = Mixture(parts)  # with one folder, its order is that folder's
     sequences = {}
     for n in indices:
         i, number = mixture.source(n)
@@ -349,12 +349,11 @@ def run(argv: list[str]) -> None:
     device = "cpu" if flag_value(values, "device") == "cpu" else "auto"
     seconds = flag_value(values, "timeout")
     timeout = timedelta(seconds=seconds)
-    world = dist.start(device, SLOW_FACTOR * timeout, timeout, lazy=True)
+    world = dist.start(device, dist.SLOW_FACTOR * timeout, timeout, lazy=True)
     try:
         with Watchdog(world.store, world.rank, world.size, seconds, dist.progress):
             replay = Replay(args, starts, world)
-            with loss_parallel():  # under tp, as in train.py
-                repeat(replay, args.step, rows)
+            repeat(replay, args.step, rows)
             torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     finally:
         torch.distributed.destroy_process_group()

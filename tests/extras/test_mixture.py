@@ -7,6 +7,7 @@ import pytest
 from core.conftest import pool, tokens, train, write_tokens  # noqa: F401
 
 import data
+from extras import mixture as mixtures
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +16,12 @@ def folders(tmp_path_factory) -> tuple[str, str]:
     return tuple(str(write_tokens(root / name, seed)) for name, seed in (("a", 1), ("b", 2)))
 
 
+def open_mixture(spec: str, split: str, seed: int | None) -> mixtures.Mixture:
+    return data.open_dataset(mixtures.open_folders(spec), split, 16, seed, mixtures.Mixture)
+
+
 def sources(spec: str, count: int, seed: int = 0) -> list[int]:
-    mixture = data.open_dataset(data.open_folders(spec), "train", 16, seed)
+    mixture = open_mixture(spec, "train", seed)
     return [mixture.source(n)[0] for n in range(count)]
 
 
@@ -33,7 +38,7 @@ def test_every_thousand_sequences_have_the_shares(folders, share):
 def test_sequences_of_a_part_follow_in_its_own_order(folders):
     """So each part is read once before any of its sequences is read again."""
     a, b = folders
-    mixture = data.open_dataset(data.open_folders(f"{a}:0.6,{b}:0.4"), "train", 16, 5)
+    mixture = open_mixture(f"{a}:0.6,{b}:0.4", "train", 5)
     numbers = {0: [], 1: []}
     for n in range(2000):
         part, number = mixture.source(n)
@@ -107,7 +112,7 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
     for i, share in enumerate(shares):
         write_folder(tmp_path / str(i), i, 1)
         items.append(f"{tmp_path}/{i}:{share / 1000}")
-    dataset = data.open_dataset(data.open_folders(",".join(items)), "train", 16, seed=5)
+    dataset = open_mixture(",".join(items), "train", 5)
     turns = dataset[list(range(2000))][:, 0]
     for first in (0, 1000):
         assert turns[first : first + 1000].bincount().tolist() == shares
@@ -118,8 +123,8 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
 
 def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
     """So no sequence of the folder is read twice in an epoch."""
-    folders = data.open_folders(mixture)
-    read = data.open_dataset(folders, "train", 16, seed=0)[list(range(2100))][:, 0]
+    folders = mixtures.open_folders(mixture)
+    read = data.open_dataset(folders, "train", 16, 0, mixtures.Mixture)[list(range(2100))][:, 0]
     for folder, is_of_folder in zip(folders, (read < 100, read >= 100)):
         of_folder = read[is_of_folder]
         alone = data.TokenDataset(folder, "train", 16, seed=0)
@@ -127,7 +132,7 @@ def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
 
 
 def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
-    folders = data.open_folders(mixture)
+    folders = mixtures.open_folders(mixture)
     facts = data.facts_of(folders)
     assert (facts.vocab_size, facts.tokenizer) == (folders[1].vocab_size, folders[1].tokenizer_name)
     assert facts.fingerprint.split(", ") == [folder.fingerprint for folder in folders]
@@ -136,18 +141,18 @@ def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
 
 def test_the_order_of_a_mixture_has_not_changed(mixture):
     """A run reads on where it stopped, also with later code."""
-    folders = data.open_folders(mixture)
-    dataset = data.open_dataset(folders, "train", 16, seed=5)
+    folders = mixtures.open_folders(mixture)
+    dataset = data.open_dataset(folders, "train", 16, 5, mixtures.Mixture)
     read = dataset[[*range(12), 999, 1000, 10**9]][:, 0].tolist()
     assert read == [20, 33, 120, 54, 35, 114, 1, 34, 9, 100, 58, 13, 102, 13, 1]
-    val = data.open_dataset(folders, "val", 16, seed=None)
+    val = data.open_dataset(folders, "val", 16, None, mixtures.Mixture)
     (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
     assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
 
 
 def test_the_order_of_a_mixture_is_the_same_on_any_mesh(mixture):
     """Nor does it depend on the number of workers, the micro-batch size or the start step."""
-    dataset = data.open_dataset(data.open_folders(mixture), "train", 16, seed=5)
+    dataset = open_mixture(mixture, "train", 5)
     expected = dataset[list(range(96))]
     for ranks, micro_batch, workers, start_step in ((2, 2, 1, 1), (4, 1, 0, 7)):
         for rank in range(ranks):
@@ -161,7 +166,7 @@ def test_the_order_of_a_mixture_is_the_same_on_any_mesh(mixture):
 def test_validation_of_a_mixture_keeps_its_shares(mixture, share, count):
     """It spreads each part evenly, even one with more windows than thousandths (code at 0.01)."""
     mixture = mixture.replace("0.7", f"{share}").replace("0.3", f"{1 - share:g}")
-    dataset = data.open_dataset(data.open_folders(mixture), "val", 16, seed=None)
+    dataset = open_mixture(mixture, "val", None)
     (chosen,) = data.val_indices(count, len(dataset), count, 0, 1)
     read = dataset[chosen][:, 0].tolist()
     web = [token for token in read if token < 100]
@@ -174,10 +179,9 @@ def test_validation_of_a_mixture_keeps_its_shares(mixture, share, count):
 def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa: F811
     write_folder(tmp_path / "run:1,x:0.5", 0, 20)
     for path in (f"{tmp_path}/run:1,x:0.5", str(tokens)):
-        (folder,) = data.open_folders(path)
-        assert folder == data.open_folder(folder.path)
-    with pytest.raises(data.DataError, match="nowhere:here: no train.bin there"):
-        data.open_folders("nowhere:here")
+        assert not data.names_mixture(path)
+    assert not data.names_mixture("nowhere:here")
+    assert data.names_mixture("nowhere:0.7") and data.names_mixture("a,b")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa:
 )
 def test_an_invalid_mixture_is_refused_with_the_reason(shares, problem):
     with pytest.raises(data.DataError, match=problem):
-        data.open_folders(shares)
+        mixtures.open_folders(shares)
 
 
 def test_a_start_prints_the_shares_and_the_epochs(train, mixture, tmp_path):  # noqa: F811

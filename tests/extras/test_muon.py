@@ -11,6 +11,7 @@ from core.conftest import pool, tokens, train  # noqa: F401
 from torch import nn
 
 import optim
+from extras.muon import Muon
 
 ROWS = {
     "ddp 2": (2, "--strategy ddp"),
@@ -19,6 +20,8 @@ ROWS = {
     "hsdp 2 x 2": (4, "--strategy hsdp --dp_replicate 2"),
 }
 MUON = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
+
+RULES = (Muon, optim.AdamW)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -56,7 +59,7 @@ def test_a_skipped_step_leaves_the_momentum_alone():
     matrix = nn.Parameter(torch.arange(6.0).view(2, 3) / 6)
     settings = optim.Settings(lr=0.1, max_steps=9, optimizer="muon", weight_decay=0.0)
     optimizer = optim.Optimizer(
-        [("matrix", matrix)], lambda name: False, settings, lambda name: True
+        [("matrix", matrix)], lambda name: False, settings, lambda name: True, RULES
     )
     matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     optimizer.step(1, 0.1)
@@ -78,7 +81,7 @@ def test_the_first_update_is_orthogonal():
     matrix = nn.Parameter(torch.zeros(8, 8))
     settings = optim.Settings(lr=1.0, max_steps=9, optimizer="muon", weight_decay=0.0)
     optimizer = optim.Optimizer(
-        [("matrix", matrix)], lambda name: False, settings, lambda name: True
+        [("matrix", matrix)], lambda name: False, settings, lambda name: True, RULES
     )
     generator = torch.Generator().manual_seed(0)
     matrix.grad = torch.randn(8, 8, generator=generator)
@@ -92,7 +95,7 @@ def test_statistics_use_raw_gradients_and_updated_weights():
     net = torch.nn.Linear(3, 2)
     options = {"clip": "adaptive", "max_grad_norm_ratio": 0.5, "optimizer": "muon"}
     settings = optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
-    everything = {"decays": lambda name: True, "is_hidden": lambda name: True}
+    everything = {"decays": lambda name: True, "is_hidden": lambda name: True, "rules": RULES}
     optimizer = optim.Optimizer(net.named_parameters(), settings=settings, **everything)
     net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}

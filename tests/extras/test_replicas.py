@@ -8,7 +8,7 @@ from core.test_mesh import Sent
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dist
-from runtime.agreement import compare_replicas, describe_difference
+from extras.replicas import describe_difference, find_difference
 
 
 def test_the_error_names_the_replica_that_differs():
@@ -25,7 +25,7 @@ def test_the_error_names_the_replica_that_differs():
 def gathers_and_line(weights: dict) -> tuple[int, str | None]:
     """Return how often ranks gathered to compare the weights, and the difference."""
     with Sent() as sent:
-        line = compare_replicas(weights)
+        line = find_difference(weights)
     return sum(n for (kind, _), n in sent.messages.items() if kind == "allgather"), line
 
 

@@ -29,7 +29,7 @@ import checkpoint
 import data
 import dist
 import train
-from runtime import watchdog
+from extras import watchdog
 
 
 def train_without_batch_40(argv: list[str], folder: Path, ending: str) -> int:
@@ -59,10 +59,13 @@ ENDINGS = {
 }
 
 
+WATCHED = "--watchdog --timeout 4"
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_rank_that_dies_or_hangs_is_reported(tokens, tmp_path, ending):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000 --timeout 4"
-    ranks = fork_ranks(2, train_without_batch_40, flags(text), tmp_path, ending)
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1000000"
+    ranks = fork_ranks(2, train_without_batch_40, flags(f"{text} {WATCHED}"), tmp_path, ending)
     status, said = ENDINGS[ending]
     assert exit_statuses(ranks) == [1, status]
     line = f"train.py: error: rank 1 {said}; rank 0 is after step 39, computing\n"
@@ -98,7 +101,7 @@ def train_until(argv: list[str], folder: Path, first: str) -> int:
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_rank_that_dies_before_it_connects_is_reported(tokens, tmp_path, first):
-    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 --timeout 4"
+    text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 {WATCHED}"
     began = time.monotonic()
     ranks = fork_ranks(4, train_until, flags(f"{text} --save_interval 2"), tmp_path, first)
     assert exit_statuses(ranks) == [1, -9, 1, 1]

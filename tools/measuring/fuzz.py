@@ -47,7 +47,8 @@ TIMEOUT = timedelta(seconds=30)  # of a collective that another rank never joins
 FLAGS = (
     f"--global_batch_size 24 --max_steps {STEPS} --warmup_steps 2 --schedule constant --lr 1e-3 "
     "--max_grad_norm 0.5 --log_interval 1 --optim_metrics_interval 1 --eval_interval 0 "
-    "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0"
+    "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0 "
+    "--check_replicas true"
 )
 SIZES = dict(n_layer=3, n_head=4, d_model=32, d_ff=64, seq_len=16)
 # Strategy -> shapes: dp_replicate, dp_shard, tp
@@ -153,7 +154,7 @@ def train_in(
     world: dist.World, run: Run, origin: Origin, data_path: str, seed: int | None = None
 ) -> RunLog:
     try:
-        folders = data.open_folders(data_path)
+        folders = common.open_folders(data_path)
         return parity.train_watched(run, origin, folders, world, seed)
     finally:
         leave_group()
@@ -171,7 +172,7 @@ class Fuzzer:
         self.root = root
         self.data_path = str(root / "tokens")
         write_tokens(root)
-        self.facts = data.facts_of(data.open_folders(self.data_path))
+        self.facts = data.facts_of(common.open_folders(self.data_path))
         self.flags = common.parse_flags(common.build_parser(), FLAGS.split())
         self.reference = functools.cache(self.train_reference)
         self.count = 0  # runs so far

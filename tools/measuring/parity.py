@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 import dist
 import optim
@@ -99,7 +98,7 @@ def train_watched(
     found = common.find_origin(["--out", run.out], world)
     start = common.open_start(run, found if found.path else origin, folders, world)
     squares = Counter()
-    with loss_parallel(), contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(None):
         state = common.build(run, start.mesh)
         common.load(state, start)
         state.model.eval()  # a fork's dropout would differ from mesh to mesh

@@ -1,6 +1,6 @@
 """Run one optimizer step of one rank of any cluster on this machine, without the arithmetic.
 
-The training code lays out the model and runs the step: layout.py, dist.py, optim.py and
+The training code lays out the model and runs the step: train.build, dist.py, optim.py and
 train.train_step. Only two things are fake, both from torch: the process group, whose collectives
 return at once and send nothing, and the tensors, which have shapes, dtypes and storages but no
 values. So the communication, allocations and FLOPs of one rank out of thousands are counted, not
@@ -32,7 +32,6 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, debug
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,7 +42,7 @@ from torch.utils.flop_counter import flop_registry
 import dist
 import model
 import optim
-from runtime.profiling import CommunicationCounter, Traffic
+from extras.profile import CommunicationCounter, Traffic
 from tools import common
 from tools.common import Run
 
@@ -56,10 +55,10 @@ class Communication:
     """The collectives of one kind that one rank runs on one axis in one phase of a step."""
 
     axis: str  # dp_replicate, dp_shard, tp, world
-    collective: str  # a kind of profiling.CommunicationCounter
+    collective: str  # a kind of extras.profile.CommunicationCounter
     phase: str  # forward, backward, optimizer
     count: int
-    bytes: int  # of full tensors, as profiling.CommunicationCounter counts them
+    bytes: int  # of full tensors, as extras.profile.CommunicationCounter counts them
 
 
 @dataclass
@@ -174,7 +173,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     net = common.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
         choose_gpu_kernels(net)
-    with fakes, recorder, loss_parallel(), no_garbage_collection():
+    with fakes, recorder, no_garbage_collection():
         state = common.build(run, mesh, net, init_weights=False)
         state.step = 1
         state.optimizer = recorder.follow(mesh, run, state)

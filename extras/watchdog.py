@@ -1,4 +1,9 @@
-"""If ranks hang or die, the job ends with one line that names them.
+"""--watchdog: if ranks hang or die, the job ends with one line that names them.
+
+Without it, torchrun ends the ranks of its host when one of them dies, and --timeout ends a
+collective that hangs; neither says which rank was the first, nor sees a lost host. It costs two
+threads per rank and a message a second. To remove it, delete this file and its branch in
+train.command.
 
 What happens when rank 3 is killed in step 41:
 
@@ -29,10 +34,9 @@ import torch
 import torch.distributed
 
 import errors
-from dist import Progress
-from runtime.agreement import format_ranks
+from dist import SLOW_FACTOR, Progress
+from errors import format_ranks
 
-SLOW_FACTOR = 10  # starting, compiling and saving may take this many times the timeout
 CONFIRM_INTERVALS = 3  # between two reads of all heartbeats, which show the silent ranks
 INVESTIGATORS = 8  # ranks that read all heartbeats; if all of 4,096 did, it would take minutes
 STORE_GONE = "the store that the ranks share does not answer: rank 0 or its host was lost"

@@ -1,4 +1,8 @@
-"""Send rows of the log to wandb."""
+"""--tracker wandb: training and evaluation rows are also sent to wandb.
+
+wandb sends from a process of its own, so a step does not wait. To remove it, delete this file and
+its branch in train.open_log.
+"""
 
 import importlib
 from collections.abc import Callable
