@@ -174,6 +174,7 @@ def report_error_once(program: str, message: str) -> None:
 
 
 NOT_CONNECTED = ("timed out connecting", "Connect: ")  # in messages of gloo and NCCL
+LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer")  # of gloo
 # In torch's messages for too little memory. Only CUDA's error has its own class. Errors of the CPU
 # are plain RuntimeErrors, which only their texts distinguish from bugs.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both
@@ -183,7 +184,7 @@ def explain(error: Exception) -> str | None:
     """Return one line for an expected error, or None for a bug, whose traceback helps.
 
     Expected errors are this project's, the system's (OSError), too little memory, ranks that cannot
-    connect, and errors of torch.compile.
+    connect or were lost, and errors of torch.compile.
     """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)
@@ -203,6 +204,9 @@ def explain(error: Exception) -> str | None:
             "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
             "network interface that the other hosts reach (ip addr lists them)"
         )
+    if any(text in str(error) for text in LOST) and isinstance(error, RuntimeError):
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        return f"another rank died or hangs ({reason}): see its output; --watchdog names it"
     if inner:
         return f"--compile: {first_line}"
     return None

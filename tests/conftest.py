@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -340,13 +340,20 @@ CPU = Machine(
 FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
 
 
-def resolve(text: str, origin: Origin | None = None, facts: DataFacts = FACTS, **machine) -> Run:
+def resolve(
+    text: str,
+    origin: Origin | None = None,
+    facts: DataFacts = FACTS,
+    deleted: Collection[str] = (),
+    **machine,
+) -> Run:
     """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
     if "world_size" in machine:
         machine = {"local_size": machine["world_size"], **machine}
     origin = origin or Origin(parse(text.split()))
     place = dataclasses.replace(CPU, **machine)
-    return config.resolve(parse(text.split()), place, facts, origin.kept, origin.model_config)
+    rest = origin.kept, origin.model_config, deleted
+    return config.resolve(parse(text.split()), place, facts, *rest)
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:

@@ -222,3 +222,12 @@ def test_logits_use_at_most_a_tenth_of_device_memory(gigabytes, text, chunks):
     ranks = 4 if "--tp" in text else 1
     run = resolve(f"{base} {text}", facts=facts, world_size=ranks, device_memory=gigabytes * 10**9)
     assert run.loss_chunks == chunks
+    if "--loss_chunks" not in text:
+        without = resolve(
+            f"{base} {text}",
+            facts=facts,
+            deleted=["chunked_loss"],
+            world_size=ranks,
+            device_memory=gigabytes * 10**9,
+        )
+        assert without.loss_chunks == 1

@@ -378,3 +378,20 @@ def test_ranks_whose_folder_is_moved_all_end(job, tmp_path):
     assert run.wait() == TORCHRUN_FAILED
     assert MOVED.format(run.out) in run.printed()
     assert not run.out.exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# A rank that hangs
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_job_without_a_watchdog(job):
+    """A collective waits ten times --timeout for it, and torchrun 30 s before it kills it."""
+    running = job(2, "--strategy fsdp --max_steps 100000 --timeout 1")
+    running.until(running.rows)
+    os.kill(running.ranks()[1], signal.SIGSTOP)
+    began = time.monotonic()
+    assert running.wait() == TORCHRUN_FAILED
+    seconds = time.monotonic() - began
+    assert 8 < seconds < 55, running.printed()
+    assert "train.py: error: another rank died or hangs (Timed out waiting" in running.printed()
