@@ -114,11 +114,12 @@ def open_start(
     train_data = data.open_dataset(folders, "train", run.seq_len, run.seed, mix)
     val_data = data.open_dataset(folders, "val", run.seq_len, None, mix)
     val_indices = local_val_indices(run, mesh, len(val_data))
+    val_batches = []
     with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
-        # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
-        val_batches = [
-            (len(indices), val_data[indices or [0]].to(world.device)) for indices in val_indices
-        ]
+        for indices in val_indices:
+            # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
+            batch = val_data[indices or [0]].to(world.device)
+            val_batches.append((len(indices), batch))
     first_indices = val_indices
     if not run.eval_only:
         first_indices = local_train_indices(run, mesh, range(origin.step + 1, origin.step + 2))
