@@ -104,12 +104,12 @@ def test_a_stopped_and_killed_run_ends_with_the_same_weights(run, whole, tokens,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("checkpoints", ["sharded", "sharded --async_save"])
-def test_a_run_killed_thirty_times_ends_with_the_same_weights(run, tokens, tmp_path, checkpoints):
+@pytest.mark.parametrize("options", ["", "--async_save --watchdog"])
+def test_a_run_killed_thirty_times_ends_with_the_same_weights(run, tokens, tmp_path, options):
     text = f"{RUN} 750"  # time for 30 kills at 25 steps each
     whole = run(2, text, "whole", timeout=120)
     out = tmp_path / "out"
-    argv = flags(f"--data {tokens} --out {out} {text} --checkpoint {checkpoints}")
+    argv = flags(f"--data {tokens} --out {out} {text} {options}")
     rng = random.Random(0)
     for _ in range(30):
         kill(out, argv, rng)
@@ -204,7 +204,7 @@ def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, 
     if kind == "full":
         disk = request.getfixturevalue("small_disk")
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-    argv = flags(f"--data {tokens} --out {disk}/out {SHORT} --timeout {SILENCE}")
+    argv = flags(f"--data {tokens} --out {disk}/out {SHORT} --watchdog --timeout {SILENCE}")
 
     def start(names: list[str]) -> list:
         return fork_ranks(2, train_on_host, argv, names, tmp_path / "said")
