@@ -19,6 +19,7 @@ import json
 import os
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,12 @@ class DataError(ValueError):
     """Text or token files that cannot be used."""
 
     exit_status = 2
+
+
+class DataChanged(DataError):
+    """A token file was written to while a run read it."""
+
+    exit_status = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +193,28 @@ def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
 def nanogpt_meta(path: Path) -> dict:
     """Replace a missing meta.json: GPT-2's vocabulary or, with a meta.pkl, the ids that occur."""
     dtype = np.dtype("<u2")
+    for split in ("train", "val"):
+        refuse_wide_tokens(path / f"{split}.bin")
     meta = {"dtype": dtype, "vocab_size": 50257, "tokenizer": "gpt2"}
     if (path / "meta.pkl").exists():
         splits = [memmap_tokens(path / f"{split}.bin", dtype) for split in ("train", "val")]
         highest = max(int(tokens.max(initial=0)) for tokens in splits)
         meta |= {"vocab_size": 1 + highest, "tokenizer": None}
     return meta
+
+
+def refuse_wide_tokens(file: Path) -> None:
+    """Raise DataError if the tokens of a file without meta.json have 4 or 8 bytes, not 2.
+
+    Read as uint16, the upper half of each small number is 0: every second value.
+    """
+    values = memmap_tokens(file, np.dtype("<u2"))[: 1 << 15]
+    if len(values) > 1 and values[::2].any() and not values[1::2].any():
+        raise DataError(
+            f"{file} seems to have 4 or 8 bytes per token, since every second uint16 in it is 0. "
+            "Without a meta.json, token files are uint16, as nanoGPT's are: write them again with "
+            "numpy's astype('uint16')"
+        )
 
 
 def spread_blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
@@ -242,11 +265,16 @@ def window_of(n: int, windows: int, seed: int) -> int:
             return n
 
 
+CHANGED = "restore it, and start the run again from a checkpoint before the change"
+
+
 class TokenDataset(Dataset):
     """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
 
     With a seed, the windows of each epoch are permuted. Without one (the validation split),
     sequence n reads window n.
+
+    The file is opened once, so it may be moved, replaced or removed meanwhile.
     """
 
     def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
@@ -256,7 +284,9 @@ class TokenDataset(Dataset):
         self.seq_len = seq_len
         self.seed = seed
         self.parts = [self]  # so that one folder can be read like a mixture
-        n_tokens = self.file.stat().st_size // folder.dtype.itemsize
+        self.open()
+        self.identity = self.identify()
+        n_tokens = os.fstat(self.descriptor).st_size // folder.dtype.itemsize
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise DataError(
@@ -269,17 +299,47 @@ class TokenDataset(Dataset):
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
-        # Mapping the file for each batch would take twice as long.
-        with open(self.file, "rb", buffering=0) as file:
-            for row, n in zip(batch, indices):
-                window = n
-                if self.seed is not None:
-                    window = window_of(n, self.n_windows, self.seed)
-                file.seek(window * self.seq_len * batch.itemsize)
-                contents = file.read(row.nbytes)
-                row[:] = np.frombuffer(contents, batch.dtype, len(row))
+        # Mapping the file for each batch would take twice as long. pread needs no position, which
+        # forked workers would share.
+        for row, n in zip(batch, indices):
+            window = n
+            if self.seed is not None:
+                window = window_of(n, self.n_windows, self.seed)
+            start = window * self.seq_len * batch.itemsize
+            contents = os.pread(self.descriptor, row.nbytes, start)
+            if len(contents) < row.nbytes:
+                raise DataChanged(f"{self.file} was cut while it was read; {CHANGED}")
+            row[:] = np.frombuffer(contents, batch.dtype)
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch.astype(np.int64))
+
+    def open(self) -> None:
+        self.descriptor = os.open(self.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def identify(self) -> tuple[int, ...]:
+        """What tells the open file from another, and from itself after a change."""
+        found = os.fstat(self.descriptor)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def has_changed(self) -> bool:
+        """Whether the open file was written to. It may be moved, replaced or removed."""
+        return self.identify() != self.identity
+
+    def raise_if_changed(self) -> None:
+        """Raise DataChanged if the open file was written to."""
+        if self.has_changed():
+            raise DataChanged(f"{self.file} was changed while it was read; {CHANGED}")
+
+    # A worker that is not forked gets the dataset by pickle, and opens the file again.
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "descriptor"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.open()
+        self.raise_if_changed()
 
 
 def open_dataset(
@@ -358,7 +418,8 @@ def loader(
         # torch raises a worker's error with the worker's traceback as the message. It ends with
         # "data.DataError: " and the message, which is one line.
         last_line = str(error).strip().splitlines()[-1]
-        raise DataError(last_line.removeprefix("data.DataError: ")) from None
+        kind = type(error)
+        raise kind(last_line.removeprefix(f"data.{kind.__name__}: ")) from None
 
 
 def leave_process_group(worker: int) -> None:

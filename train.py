@@ -138,6 +138,8 @@ def train(state: State, run: Run, start: Start) -> int:
             if has_row or evaluates or saves:
                 spread = {"data_wait": batches.take_wait()}
                 log.row(state.step, state.tokens, **columns, spread=spread)
+                # On any rank; then all ranks stop after the same step, and save.
+                stop.signalled |= start.data_has_changed()
             if table and start.world.rank == 0:
                 log.parameters(state.step, table.rows())  # waits for the device
 
@@ -171,6 +173,7 @@ def train(state: State, run: Run, start: Start) -> int:
                 log.evaluation(state.step, val_loss)
             stopped = val_loss is None
         finish_save(state, start, saver, log)
+        start.raise_if_data_changed()
         if stopped:
             continues = "" if run.checkpoint == "none" else "; the same command continues"
             log.end(state.step, "stopped")
@@ -314,14 +317,16 @@ def open_log(state: State, run: Run, start: Start) -> Log:
 
 
 def open_saver(run: Run, start: Start) -> checkpoint.Saver:
-    out, tokenizer_file = Path(run.out), start.folders[0].tokenizer_file
-    if run.async_save:
-        errors.need_extra("async_save", "--async_save")
-        from extras.async_save import AsyncSaver
+    origin = start.origin
+    verified = None if origin.only_weights else origin.path
+    files = start.folders[0].tokenizer_file, verified
+    keep = Path(run.out), run.keep_last, run.keep_every
+    if not run.async_save:
+        return checkpoint.Saver(*keep, dist.on_all_ranks, *files)
+    errors.need_extra("async_save", "--async_save")
+    from extras.async_save import AsyncSaver
 
-        timeout = start.world.timeout
-        return AsyncSaver(out, run.keep_last, run.keep_every, timeout, tokenizer_file)
-    return checkpoint.Saver(out, run.keep_last, run.keep_every, dist.on_all_ranks, tokenizer_file)
+    return AsyncSaver(*keep, start.world.timeout, *files)
 
 
 def profile_steps(run: Run, start: Start, batches: MicroBatches, in_flight: list):

@@ -4,13 +4,18 @@ import dataclasses
 import gc
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 
 import numpy as np
 import pytest
+import torch
 
+import checkpoint
 import data
+
+from . import conftest
 
 
 def test_nanogpt_folders_are_read_without_their_pickle(tmp_path):
@@ -123,3 +128,85 @@ def test_only_the_same_tokenizer_gives_the_same_vocabulary(tokens):
     folders = [folder, dataclasses.replace(folder, tokenizer_name="gpt2"), *others]
     for one in folders:
         assert [other.vocabulary == one.vocabulary for other in folders].count(True) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder changes while it is read
+
+
+def test_a_folder_that_is_exchanged_changes_nothing(tmp_path):
+    """An open file survives a move, a replacement and a removal."""
+    folder = conftest.write_tokens(tmp_path / "data", seed=1)
+    dataset = data.TokenDataset(data.open_folder(folder), "train", 16, seed=0)
+    expected = dataset[[0, 1, 2]]
+    folder.rename(tmp_path / "moved")
+    conftest.write_tokens(folder, seed=2)
+    assert torch.equal(dataset[[0, 1, 2]], expected)
+    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "moved")
+    assert torch.equal(dataset[[0, 1, 2]], expected)
+    dataset.raise_if_changed()
+
+
+def test_a_file_that_is_written_to_is_noticed(tmp_path):
+    folder = conftest.write_tokens(tmp_path / "data")
+    dataset = data.TokenDataset(data.open_folder(folder), "train", 16, seed=None)
+    with open(folder / "train.bin", "r+b") as file:
+        file.write(b"\1\0")
+    with pytest.raises(data.DataError, match="train.bin was changed while it was read; restore"):
+        dataset.raise_if_changed()
+    os.truncate(folder / "train.bin", 100)
+    with pytest.raises(data.DataError, match="train.bin was cut while it was read; restore"):
+        dataset[[5]]
+
+
+def test_a_worker_that_opens_another_file_is_refused(tmp_path):
+    folder = conftest.write_tokens(tmp_path / "data", seed=1)
+    dataset = data.TokenDataset(data.open_folder(folder), "train", 16, seed=0)
+    sent = pickle.dumps(dataset)
+    assert torch.equal(pickle.loads(sent)[[3]], dataset[[3]])
+    shutil.rmtree(folder)
+    conftest.write_tokens(folder, seed=2)
+    with pytest.raises(data.DataError, match="train.bin was changed"):
+        pickle.loads(sent)
+
+
+def test_forked_readers_share_no_position(tmp_path):
+    folder = data.open_folder(conftest.write_tokens(tmp_path / "data"))
+    dataset = data.TokenDataset(folder, "train", 16, seed=0)
+    indices = [[n] for n in range(600)]
+    alone = [dataset[each] for each in indices]
+    for read, expected in zip(data.loader(dataset, indices, workers=3), alone, strict=True):
+        assert torch.equal(read, expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "int64"])
+def test_tokens_of_more_than_two_bytes_without_a_meta_json_are_refused(tmp_path, dtype):
+    """Read as uint16, half of the tokens or more would be 0."""
+    tokens = np.random.default_rng(0).integers(0, 32_000, 5000)
+    for split in ("train", "val"):
+        tokens.astype(dtype).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(data.DataError, match="train.bin seems to have 4 or 8 bytes per token"):
+        data.open_folder(tmp_path)
+    for split in ("train", "val"):
+        tokens.astype("uint16").tofile(tmp_path / f"{split}.bin")
+    assert data.open_folder(tmp_path).vocab_size == 50257
+
+
+def test_a_run_ends_after_a_save_if_its_data_is_written_to(job, tokens, tmp_path):
+    """With one line, and at most one log interval and two steps later."""
+    folder = shutil.copytree(tokens, tmp_path / "mine")
+    running = job(2, f"--strategy fsdp --max_steps 100000 --log_interval 5 --data {folder}")
+    running.until(running.rows)
+    with open(folder / "train.bin", "r+b") as file:
+        file.write(b"\1\0")
+    before = running.rows()[-1]["step"]
+    assert running.wait() == 1
+    line = f"train.py: error: {folder}/train.bin was changed while it was read; restore it"
+    assert (
+        line in running.printed()
+        and "Traceback (most recent" not in running.printed().split(line)[0]
+    )
+    last = running.rows()[-1]["step"]
+    assert last <= before + 2 * 5 + 2 + 5
+    assert checkpoint.step_of(checkpoint.list_checkpoints(running.out)[-1]) == last
