@@ -680,10 +680,12 @@ class Saver:
     A failed save raises nothing: `failure` and a row of `take_rows` report it.
 
     run           the run folder
-    keep_last     number of checkpoints to keep; 0 keeps all
+    keep_last     number of checkpoints to keep; 0 keeps all. Only those that this object has saved
+                  count, and `verified`
     keep_every    also keep those whose step is a multiple of this; 0 for none
     on_all_ranks  see save_state
     extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
+    verified      the checkpoint of this run that has been verified, if any
     """
 
     def __init__(
@@ -693,8 +695,10 @@ class Saver:
         keep_every: int,
         on_all_ranks: Callable = on_only_rank,
         extra_files: dict[str, bytes] | None = None,
+        verified: Path | None = None,
     ):
         self.run = run
+        self.intact = [verified] if verified else []  # and those saved since, oldest first
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.on_all_ranks = on_all_ranks
@@ -740,8 +744,9 @@ class Saver:
             self.index = self.index or choose_writers(state, self.on_all_ranks)
             arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
             outcome = {"bytes": save_state(*arguments, self.index)}
+            self.intact.append(path)
             if this_rank() == 0:
-                self.remove_old(path)
+                self.remove_old()
         except Exception as error:
             if this_rank() == 0:
                 remove_leftovers(path)
@@ -763,18 +768,16 @@ class Saver:
         blocking = seconds if waited is None else waited
         self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
 
-    def remove_old(self, latest: Path) -> None:
-        """Remove checkpoints before `latest`, except those that keep_last and keep_every keep.
-
-        Checkpoints of later steps did not verify when this run started. They are not removed, and
-        keep_last does not count them.
-        """
-        last = step_of(latest)
-        found = [path for path in list_checkpoints(self.run) if step_of(path) <= last]
-        for path in found[: -self.keep_last] if self.keep_last else []:
-            if self.keep_every and step_of(path) % self.keep_every == 0:
+    def remove_old(self) -> None:
+        """Remove what is older than the last keep_last intact checkpoints, but for keep_every's."""
+        if self.keep_last == 0 or len(self.intact) < self.keep_last:
+            return
+        oldest = step_of(self.intact[-self.keep_last])
+        for path in list_checkpoints(self.run):
+            step = step_of(path)
+            if step >= oldest or (self.keep_every and step % self.keep_every == 0):
                 continue
             with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
-                # Renamed first, so that a run killed meanwhile leaves no incomplete
+                # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
                 path.rename(temporary(path, ".removed"))
                 remove_leftovers(path)

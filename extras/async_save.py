@@ -43,11 +43,12 @@ class AsyncSaver(checkpoint.Saver):
         keep_every: int,
         timeout: timedelta,
         extra_files: dict[str, bytes] | None = None,
+        verified: Path | None = None,
     ):
         # The saving thread's collectives must not mix with those of the training step.
         self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_all_ranks = functools.partial(dist.on_all_ranks, group=self.group)
-        super().__init__(run, keep_last, keep_every, on_all_ranks, extra_files)
+        super().__init__(run, keep_last, keep_every, on_all_ranks, extra_files, verified)
         self.host_memory = torch.empty(0, dtype=torch.uint8)
         self.copies: dict[str, Tensor] = {}  # in host_memory
         self.thread: threading.Thread | None = None

@@ -904,6 +904,16 @@ def test_retention_neither_removes_nor_counts_newer_damaged_checkpoints(train, t
     assert checkpoint.verify(checkpoint.step_path(out, 3)) is None
 
 
+def test_retention_does_not_count_an_older_damaged_checkpoint(train, trained, tmp_path):
+    """Of steps 2, 4 (damaged) and 5, the last two intact ones are 2 and 5."""
+    out = damaged_copy(trained, tmp_path, flip(RANK0, -5), 4)
+    run = train(2, "--strategy fsdp --save_interval 5 --max_steps 5 --keep_last 2")
+    assert (run.status, run.steps()) == (0, [2, 4, 5])
+    run = train(2, "--save_interval 1 --max_steps 7 --keep_last 2")
+    assert (run.status, run.steps()) == (0, [6, 7])
+    assert all(checkpoint.verify(path) is None for path in checkpoint.list_checkpoints(out))
+
+
 # --------------------------------------------------------------------------------------------------
 # Killed while it saves
 
