@@ -58,6 +58,197 @@ class Settings:
 
 
 # --------------------------------------------------------------------------------------------------
+# Sequence number n
+
+
+def window_of(n: int, windows: int, seed: int) -> int:
+    """Return the window of sequence n, from a keyed pseudo-random permutation of range(windows).
+
+    The permutation needs no table, whatever the size of the corpus. A Feistel network on the
+    smallest even number of bits that can represent all windows is applied until the result is
+    below `windows`, at most 4 times on average ("cycle walking", Black & Rogaway 2002, Ciphers with
+    arbitrary finite domains). With fewer than about 20 windows, pairs of n are not quite uniform.
+    """
+    epoch, n = divmod(n, windows)
+    key = b"%d %d" % (seed, epoch)
+    half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
+    mask = (1 << half) - 1
+    while True:
+        left, right = n >> half, n & mask
+        for turn in range(6):
+            digest = hashlib.blake2b(b"%d %d" % (turn, right), key=key, digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest) & mask)
+        n = left << half | right
+        if n < windows:
+            return n
+
+
+CHANGED = "restore it, and start the run again from a checkpoint before the change"
+
+
+class TokenDataset(Dataset):
+    """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
+
+    With a seed, the windows of each epoch are permuted. Without one (the validation split),
+    sequence n reads window n.
+
+    The file is opened once, so it may be moved, replaced or removed meanwhile.
+    """
+
+    def __init__(self, folder: "TokenFolder", split: str, seq_len: int, seed: int | None):
+        self.folder = folder
+        self.split = split
+        self.file = folder.path / f"{split}.bin"
+        self.seq_len = seq_len
+        self.seed = seed
+        self.parts = [self]  # so that one folder can be read like a mixture
+        self.open()
+        self.identity = self.identify()
+        n_tokens = os.fstat(self.descriptor).st_size // folder.dtype.itemsize
+        self.n_windows = (n_tokens - 1) // seq_len
+        if self.n_windows < 1:
+            raise DataError(
+                f"{self.file} contains {n_tokens:,} tokens: one sequence of "
+                f"--seq_len {seq_len} needs {seq_len + 1:,}"
+            )
+
+    def __len__(self) -> int:
+        return self.n_windows
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
+        # Mapping the file for each batch would take twice as long. pread needs no position, which
+        # forked workers would share.
+        for row, n in zip(batch, indices):
+            window = n
+            if self.seed is not None:
+                window = window_of(n, self.n_windows, self.seed)
+            start = window * self.seq_len * batch.itemsize
+            contents = os.pread(self.descriptor, row.nbytes, start)
+            if len(contents) < row.nbytes:
+                raise DataChanged(f"{self.file} was cut while it was read; {CHANGED}")
+            row[:] = np.frombuffer(contents, batch.dtype)
+        check_range(batch, self.folder.vocab_size, self.file)
+        return torch.from_numpy(batch.astype(np.int64))
+
+    def open(self) -> None:
+        self.descriptor = os.open(self.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def identify(self) -> tuple[int, ...]:
+        """What tells the open file from another, and from itself after a change."""
+        found = os.fstat(self.descriptor)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def has_changed(self) -> bool:
+        """Whether the open file was written to. It may be moved, replaced or removed."""
+        return self.identify() != self.identity
+
+    def raise_if_changed(self) -> None:
+        """Raise DataChanged if the open file was written to."""
+        if self.has_changed():
+            raise DataChanged(f"{self.file} was changed while it was read; {CHANGED}")
+
+    # A worker that is not forked gets the dataset by pickle, and opens the file again.
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "descriptor"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.open()
+        self.raise_if_changed()
+
+
+def open_dataset(
+    folders: list["TokenFolder"],
+    split: str,
+    seq_len: int,
+    seed: int | None,
+    mix: Callable[[list[TokenDataset]], Dataset] | None = None,
+) -> TokenDataset:
+    """Return the sequences of "train" or "val". Raises DataError.
+
+    mix(parts) joins the sequences of several folders.
+    """
+    parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
+    return parts[0] if len(parts) == 1 else mix(parts)
+
+
+# --------------------------------------------------------------------------------------------------
+# The batches of a dp_rank
+
+
+def train_indices(
+    steps: range, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[list[int]]:
+    """Yield the sequence indices of each micro-batch of a dp_rank.
+
+    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
+    B / dp_size consecutive sequences, one micro-batch after another.
+    """
+    per_rank = global_batch_size // dp_size
+    for step in steps:
+        first = (step - 1) * global_batch_size + dp_rank * per_rank
+        for start in range(first, first + per_rank, micro_batch_size):
+            yield list(range(start, start + micro_batch_size))
+
+
+def val_indices(
+    count: int, n_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[list[int]]:
+    """Yield the batches of a dp_rank, from `count` sequences spread evenly over the val split.
+
+    The sequences are the same in every evaluation and on any mesh. Every dp_rank gets the same
+    number of batches, since a forward pass is collective; batches past the last sequence are empty.
+    """
+    chosen = [i * n_sequences // count for i in range(count)]
+    for start in range(0, count, micro_batch_size * dp_size):
+        first = start + dp_rank * micro_batch_size
+        yield chosen[first : first + micro_batch_size]
+
+
+def loader(
+    dataset: Dataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
+) -> Iterator[Tensor]:
+    """Yield the batch for each list in `indices`, in order, read ahead by `workers` processes.
+
+    With 0 workers, this process reads each batch on demand. `pin` puts batches in pinned memory.
+    Raises DataError.
+    """
+    batches = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=indices,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=leave_process_group,
+    )
+    try:
+        yield from batches
+    except Exception as error:
+        if workers:
+            # The frames of the traceback hold torch's iterator in a reference cycle. If the garbage
+            # collector frees the iterator, the iterator waits 5 s for each worker to end.
+            traceback.clear_frames(error.__traceback__)
+        if not isinstance(error, DataError):
+            raise
+        # torch raises a worker's error with the worker's traceback as the message. It ends with
+        # "data.DataError: " and the message, which is one line.
+        last_line = str(error).strip().splitlines()[-1]
+        kind = type(error)
+        raise kind(last_line.removeprefix(f"data.{kind.__name__}: ")) from None
+
+
+def leave_process_group(worker: int) -> None:
+    """Shield a worker from the signals that terminals and torchrun send to its parent's group.
+
+    SIGTERM would kill the worker, and the parent would fail before it has saved a checkpoint.
+    """
+    os.setpgid(0, 0)
+
+
+# --------------------------------------------------------------------------------------------------
 # Token folders
 
 
@@ -237,194 +428,3 @@ def check_range(tokens: np.ndarray, vocab_size: int, file: Path) -> None:
     if highest >= vocab_size:
         problem = f"{file} contains token id {highest}; ids must be below vocab_size {vocab_size}"
         raise DataError(f"{problem}; prepare it again with prepare.py")
-
-
-# --------------------------------------------------------------------------------------------------
-# Sequence number n
-
-
-def window_of(n: int, windows: int, seed: int) -> int:
-    """Return the window of sequence n, from a keyed pseudo-random permutation of range(windows).
-
-    The permutation needs no table, whatever the size of the corpus. A Feistel network on the
-    smallest even number of bits that can represent all windows is applied until the result is
-    below `windows`, at most 4 times on average ("cycle walking", Black & Rogaway 2002, Ciphers with
-    arbitrary finite domains). With fewer than about 20 windows, pairs of n are not quite uniform.
-    """
-    epoch, n = divmod(n, windows)
-    key = b"%d %d" % (seed, epoch)
-    half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
-    mask = (1 << half) - 1
-    while True:
-        left, right = n >> half, n & mask
-        for turn in range(6):
-            digest = hashlib.blake2b(b"%d %d" % (turn, right), key=key, digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest) & mask)
-        n = left << half | right
-        if n < windows:
-            return n
-
-
-CHANGED = "restore it, and start the run again from a checkpoint before the change"
-
-
-class TokenDataset(Dataset):
-    """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
-
-    With a seed, the windows of each epoch are permuted. Without one (the validation split),
-    sequence n reads window n.
-
-    The file is opened once, so it may be moved, replaced or removed meanwhile.
-    """
-
-    def __init__(self, folder: TokenFolder, split: str, seq_len: int, seed: int | None):
-        self.folder = folder
-        self.split = split
-        self.file = folder.path / f"{split}.bin"
-        self.seq_len = seq_len
-        self.seed = seed
-        self.parts = [self]  # so that one folder can be read like a mixture
-        self.open()
-        self.identity = self.identify()
-        n_tokens = os.fstat(self.descriptor).st_size // folder.dtype.itemsize
-        self.n_windows = (n_tokens - 1) // seq_len
-        if self.n_windows < 1:
-            raise DataError(
-                f"{self.file} contains {n_tokens:,} tokens: one sequence of "
-                f"--seq_len {seq_len} needs {seq_len + 1:,}"
-            )
-
-    def __len__(self) -> int:
-        return self.n_windows
-
-    def __getitem__(self, indices: list[int]) -> Tensor:
-        batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
-        # Mapping the file for each batch would take twice as long. pread needs no position, which
-        # forked workers would share.
-        for row, n in zip(batch, indices):
-            window = n
-            if self.seed is not None:
-                window = window_of(n, self.n_windows, self.seed)
-            start = window * self.seq_len * batch.itemsize
-            contents = os.pread(self.descriptor, row.nbytes, start)
-            if len(contents) < row.nbytes:
-                raise DataChanged(f"{self.file} was cut while it was read; {CHANGED}")
-            row[:] = np.frombuffer(contents, batch.dtype)
-        check_range(batch, self.folder.vocab_size, self.file)
-        return torch.from_numpy(batch.astype(np.int64))
-
-    def open(self) -> None:
-        self.descriptor = os.open(self.file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-
-    def identify(self) -> tuple[int, ...]:
-        """What tells the open file from another, and from itself after a change."""
-        found = os.fstat(self.descriptor)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-    def has_changed(self) -> bool:
-        """Whether the open file was written to. It may be moved, replaced or removed."""
-        return self.identify() != self.identity
-
-    def raise_if_changed(self) -> None:
-        """Raise DataChanged if the open file was written to."""
-        if self.has_changed():
-            raise DataChanged(f"{self.file} was changed while it was read; {CHANGED}")
-
-    # A worker that is not forked gets the dataset by pickle, and opens the file again.
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "descriptor"}
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self.open()
-        self.raise_if_changed()
-
-
-def open_dataset(
-    folders: list[TokenFolder],
-    split: str,
-    seq_len: int,
-    seed: int | None,
-    mix: Callable[[list[TokenDataset]], Dataset] | None = None,
-) -> TokenDataset:
-    """Return the sequences of "train" or "val". Raises DataError.
-
-    mix(parts) joins the sequences of several folders.
-    """
-    parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
-    return parts[0] if len(parts) == 1 else mix(parts)
-
-
-# --------------------------------------------------------------------------------------------------
-# The batches of a dp_rank
-
-
-def train_indices(
-    steps: range, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> Iterator[list[int]]:
-    """Yield the sequence indices of each micro-batch of a dp_rank.
-
-    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
-    B / dp_size consecutive sequences, one micro-batch after another.
-    """
-    per_rank = global_batch_size // dp_size
-    for step in steps:
-        first = (step - 1) * global_batch_size + dp_rank * per_rank
-        for start in range(first, first + per_rank, micro_batch_size):
-            yield list(range(start, start + micro_batch_size))
-
-
-def val_indices(
-    count: int, n_sequences: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> Iterator[list[int]]:
-    """Yield the batches of a dp_rank, from `count` sequences spread evenly over the val split.
-
-    The sequences are the same in every evaluation and on any mesh. Every dp_rank gets the same
-    number of batches, since a forward pass is collective; batches past the last sequence are empty.
-    """
-    chosen = [i * n_sequences // count for i in range(count)]
-    for start in range(0, count, micro_batch_size * dp_size):
-        first = start + dp_rank * micro_batch_size
-        yield chosen[first : first + micro_batch_size]
-
-
-def loader(
-    dataset: Dataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
-) -> Iterator[Tensor]:
-    """Yield the batch for each list in `indices`, in order, read ahead by `workers` processes.
-
-    With 0 workers, this process reads each batch on demand. `pin` puts batches in pinned memory.
-    Raises DataError.
-    """
-    batches = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=indices,
-        num_workers=workers,
-        pin_memory=pin,
-        worker_init_fn=leave_process_group,
-    )
-    try:
-        yield from batches
-    except Exception as error:
-        if workers:
-            # The frames of the traceback hold torch's iterator in a reference cycle. If the garbage
-            # collector frees the iterator, the iterator waits 5 s for each worker to end.
-            traceback.clear_frames(error.__traceback__)
-        if not isinstance(error, DataError):
-            raise
-        # torch raises a worker's error with the worker's traceback as the message. It ends with
-        # "data.DataError: " and the message, which is one line.
-        last_line = str(error).strip().splitlines()[-1]
-        kind = type(error)
-        raise kind(last_line.removeprefix(f"data.{kind.__name__}: ")) from None
-
-
-def leave_process_group(worker: int) -> None:
-    """Shield a worker from the signals that terminals and torchrun send to its parent's group.
-
-    SIGTERM would kill the worker, and the parent would fail before it has saved a checkpoint.
-    """
-    os.setpgid(0, 0)
