@@ -783,9 +783,12 @@ class StopRequest:
                 self.old_handlers[number] = signal.signal(number, self.on_signal)
         return self
 
-    def __exit__(self, *_) -> None:
-        for number, handler in self.old_handlers.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind, *_) -> None:
+        # After an error this process ends, but not by torchrun's SIGTERM, which may arrive before a
+        # watchdog has named the rank that was lost.
+        if kind is None:
+            for number, handler in self.old_handlers.items():
+                signal.signal(number, handler)
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True

@@ -24,6 +24,7 @@ from conftest import (
     start_process,
     wait_until,
 )
+from core.conftest import job  # noqa: F401
 
 import checkpoint
 import data
@@ -327,3 +328,12 @@ def test_the_first_step_and_saves_count_as_slow_work(on_ranks):
     ((loading, resumed, *_),) = on_ranks(1, watch_a_run, f"{text} 4")
     assert loading == (3, "loading", True)
     assert resumed == (3, "computing", True)  # a new process compiles again
+
+
+def test_a_rank_that_dies_under_torchrun_is_named(job):  # noqa: F811
+    """torchrun sends SIGTERM to the others at once, but they must live until they have named it."""
+    running = job(2, f"--strategy fsdp --max_steps 1000000 {WATCHED}")
+    running.until(running.rows)
+    os.kill(running.ranks()[1], signal.SIGKILL)
+    assert running.wait() == 1
+    assert "train.py: error: rank 1 stopped or died, last seen after step" in running.printed()
