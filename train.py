@@ -412,7 +412,8 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
 def print_sample(state: State, run: Run, start: Start) -> None:
     """Print how the model continues the start of the validation set. All ranks call it."""
     folder = start.folders[0]
-    tokens = folder.tokens("val")[: max(1, run.seq_len // 4)].tolist()
+    (sequence,) = start.val_data[[0]].tolist()
+    tokens = sequence[: max(1, run.seq_len // 4)]
     size = dict(
         seq_len=run.seq_len, vocab_size=folder.vocab_size, device=start.world.device, tp=run.tp
     )

@@ -210,3 +210,12 @@ def test_a_run_ends_after_a_save_if_its_data_is_written_to(job, tokens, tmp_path
     last = running.rows()[-1]["step"]
     assert last <= before + 2 * 5 + 2 + 5
     assert checkpoint.step_of(checkpoint.list_checkpoints(running.out)[-1]) == last
+
+
+def test_a_run_whose_data_is_removed_finishes_with_its_sample(job, tokens, tmp_path):
+    folder = shutil.copytree(tokens, tmp_path / "mine")
+    running = job(2, f"--strategy fsdp --max_steps 60 --sample_tokens 3 --data {folder}")
+    running.until(running.rows)
+    shutil.rmtree(folder)
+    assert running.wait() == 0
+    assert "- sample -" in running.printed() and "no text" not in running.printed()
