@@ -96,65 +96,49 @@ class Settings:
     ] = None
 
 
-def reason(error: BaseException) -> str:
-    """The last line of an error's text, or repr(error) if it is empty or perhaps only a key."""
-    lines = str(error).splitlines()
-    if not lines or isinstance(error, LookupError):
-        return repr(error)
-    return lines[-1]
-
-
-def this_rank() -> int:
-    """The rank of this process; 0 without a process group."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-@contextlib.contextmanager
-def as_checkpoint_error(what: str | None = None) -> Iterator[None]:
-    """Turn any exception into a CheckpointError: `what: reason`. The default `what` is "rank N".
-
-    Damaged JSON can raise almost any exception.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what or f'rank {this_rank()}'}: {reason(error)}") from None
-
-
 # --------------------------------------------------------------------------------------------------
-# Loading
+# Saving and loading
 
 
-def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dicts, each with its keys joined by dots."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def save_state(
+    path: Path | str,
+    state: dict,
+    manifest: dict,
+    extra_files: dict[str, bytes] | None = None,
+    on_all_ranks: Callable | None = None,
+    chunks: dict[str, Tensor] | None = None,
+) -> int:
+    """Write `state`, dicts of tensors and DTensors, as a checkpoint; return its size in bytes.
 
+    Each rank writes one file. If ranks hold copies of a tensor, one copy is written: the one whose
+    ranks have the least to write so far. So all ranks know who writes what, without communication:
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory; the tensor itself if it has all parts."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+        hsdp on 4 ranks, tensor   0            1            2            3
+        ranks 0 and 1 write       rows 0-4, 5-9             rows 0-2, 3-5
+        ranks 2 and 3 write                    rows 0-4, 5-9             rows 0-2, 3-5
 
+    All ranks call it together. The folder gets its name only when all files are on disk: if a rank
+    is killed before that, there is no new checkpoint, and earlier ones are intact.
 
-def start_of(tensor: Tensor) -> tuple[int, ...]:
-    """The indices in the full tensor at which this rank's part starts."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim()
-    # This method is not public, but it handles rows split twice, over tp and then over dp_shard.
-    (chunk,) = tensor.__create_chunk_list__()
-    return tuple(chunk.offsets)
+    manifest       "step", and any other values that the caller wants to read later
+    extra_files    {name: contents}, for example the tokenizer
+    on_all_ranks   on_all_ranks(function, *arguments) returns the results of all ranks, or raises on
+                   all ranks, like dist.on_all_ranks; the default is for a single process
+    chunks         a copy of `chunks_to_write(state)`, if the tensors in `state` change meanwhile
+
+    Raises CheckpointError on a rank that fails, and what on_all_ranks raises on the others.
+    """
+    path = Path(path)
+    extra_files = extra_files or {}
+    on_all_ranks = on_all_ranks or on_only_rank
+    on_all_ranks(begin_save, path, state, manifest, extra_files)
+    written = on_all_ranks(write_chunks, path, state, chunks)
+    return on_all_ranks(publish, path, state, manifest, extra_files, written)[0]
 
 
 def load_state(
     path: Path | str,
     state: dict,
-    verify_files: bool = False,
     replicas: ProcessGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
@@ -176,11 +160,9 @@ def load_state(
     Raises CheckpointError on the ranks that read; part of `state` may then be filled.
 
     Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
-    the name, dtype and shape of each chunk. Only `verify_files`, which reads all files, detects
-    changed values, swapped chunks of equal shape and dtype, and swapped files with equal headers.
+    the name, dtype and shape of each chunk. Only `verify`, which reads all files, detects changed
+    values, swapped chunks of equal shape and dtype, and swapped files with equal headers.
     """
-    if verify_files and (problem := verify(path)):
-        raise CheckpointError(f"cannot read {path}: {problem}")
     is_reader = replicas is None or torch.distributed.get_rank(replicas) == 0
     reader, error = None, None
     for name, tensor in flatten(state):
@@ -195,6 +177,259 @@ def load_state(
         progress()
     if error:
         raise error
+
+
+def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dicts, each with its keys joined by dots."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ranks may hold different parts. An empty tensor is like one that all ranks hold."""
+    return isinstance(tensor, DTensor) and tensor.numel() > 0
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory; the tensor itself if it has all parts."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
+
+
+def start_of(tensor: Tensor) -> tuple[int, ...]:
+    """The indices in the full tensor at which this rank's part starts."""
+    if not is_distributed(tensor):
+        return (0,) * tensor.dim()
+    # This method is not public, but it handles rows split twice, over tp and then over dp_shard.
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
+
+
+def reason(error: BaseException) -> str:
+    """The last line of an error's text, or repr(error) if it is empty or perhaps only a key."""
+    lines = str(error).splitlines()
+    if not lines or isinstance(error, LookupError):
+        return repr(error)
+    return lines[-1]
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(what: str | None = None) -> Iterator[None]:
+    """Turn any exception into a CheckpointError: `what: reason`. The default `what` is "rank N".
+
+    Damaged JSON can raise almost any exception.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what or f'rank {this_rank()}'}: {reason(error)}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps of a save
+
+
+def on_only_rank(function: Callable, *arguments) -> list:
+    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
+    if world_size() > 1:
+        raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
+    return [function(*arguments)]
+
+
+def this_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+@as_checkpoint_error()
+def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes]) -> None:
+    """Check that all of it can be saved, then create the temporary folder on rank 0."""
+    largest_first(state)
+    planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
+    check_manifest(path, seal({**manifest, "files": planned}))
+    if this_rank() == 0:
+        remove_leftovers(path)
+        temporary(path).mkdir(parents=True)
+
+
+def largest_first(state: dict) -> list[tuple[str, Tensor]]:
+    """The tensors of nested dicts and their names, in the same order on all ranks.
+
+    Raises CheckpointError for a tensor that cannot be saved.
+    """
+    for name, value in flatten(state):
+        kind = getattr(value, "dtype", type(value).__name__)
+        if kind not in DTYPE_NAMES:
+            raise CheckpointError(f"{name} cannot be saved: {kind} is none of {', '.join(DTYPES)}")
+        if isinstance(value, DTensor) and any(how.is_partial() for how in value.placements):
+            raise CheckpointError(f"{name} cannot be saved: each rank holds a part of its sum")
+    return sorted(flatten(state), key=lambda item: (-item[1].numel(), item[0]))
+
+
+def temporary(path: Path, kind: str = "") -> Path:
+    """The name of an incomplete, replaced or removed checkpoint, in the same folder as `path`."""
+    return path.with_name(f".{path.name}{kind}.tmp")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary folders of earlier saves beside the checkpoint `path`. Never raises."""
+    own = [temporary(path), temporary(path, ".damaged")]
+    for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@as_checkpoint_error()
+def write_chunks(path: Path, state: dict, chunks: dict[str, Tensor] | None) -> tuple[dict, list]:
+    """Write this rank's chunks, from `chunks` or else `state`.
+
+    Returns the file's entry in the manifest, and `bounds_of_parts`.
+    """
+    chunks = chunks_to_write(state) if chunks is None else chunks
+    file = temporary(path) / file_of(this_rank())
+    return write_safetensors(file, chunks), bounds_of_parts(state)
+
+
+def file_of(rank: int) -> str:
+    """The name of the file in which a rank writes its chunks."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def chunks_to_write(state: dict) -> dict[str, Tensor]:
+    """The parts of tensors that this rank writes, by name."""
+    tensors = dict(flatten(state))
+    chunks = {}
+    for name, writers in writers_of(state).items():
+        part = local(tensors[name])
+        if this_rank() in writers and (part.numel() or not tensors[name].numel()):
+            chunks[name] = part
+    return chunks
+
+
+def writers_of(state: dict) -> dict[str, np.ndarray]:
+    """The ranks that write the parts of each tensor: those with the least to write so far."""
+    holders = {layout: holders_of(tensor) for layout, tensor in layouts_of(state).items()}
+    load = np.zeros(world_size())  # bytes, by rank
+    writers = {}
+    for name, tensor in largest_first(state):
+        copies = holders[layout_of(tensor)]  # (copies, parts)
+        chosen = copies[load[copies].sum(axis=1).argmin()]
+        load[chosen] += tensor.nbytes / len(chosen)
+        writers[name] = chosen
+    return writers
+
+
+def layouts_of(state: dict) -> dict[tuple, Tensor]:
+    """A tensor of each layout in the state. A model has only about a dozen layouts."""
+    layouts = {}
+    for _, tensor in largest_first(state):
+        layouts.setdefault(layout_of(tensor), tensor)
+    return layouts
+
+
+def layout_of(tensor: Tensor) -> tuple:
+    """The tensor's shape and distribution."""
+    if is_distributed(tensor):
+        return tensor.shape, tensor.placements, tensor.device_mesh
+    return (tensor.shape,)
+
+
+def holders_of(tensor: Tensor) -> np.ndarray:
+    """The ranks that hold a tensor, as (copies, parts): the ranks of a row hold all of it."""
+    if not is_distributed(tensor):
+        return np.arange(world_size())[:, None]
+    mesh = tensor.device_mesh
+    # A mesh that was sliced from another one, for example only tp, lacks axes: along those there
+    # are copies, too. This method is not public, but no public one returns that other mesh.
+    whole = mesh._get_root_mesh()
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    splits = {name for name, how in zip(names, tensor.placements) if not how.is_replicate()}
+    axes = whole.mesh_dim_names or range(whole.ndim)
+    copying = [axis for axis, name in enumerate(axes) if name not in splits]
+    copies = math.prod(whole.size(axis) for axis in copying)
+    return np.moveaxis(whole.mesh.numpy(), copying, range(len(copying))).reshape(copies, -1)
+
+
+def bounds_of_parts(state: dict) -> list[tuple[tuple[int, ...], int]]:
+    """For each layout in the state: where this rank's part starts, and its number of elements."""
+    return [(start_of(tensor), local(tensor).numel()) for tensor in layouts_of(state).values()]
+
+
+@as_checkpoint_error()
+def publish(
+    path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes], written: list
+) -> int:
+    """Complete a checkpoint on rank 0, with each rank's result of `write_chunks`.
+
+    Returns its size in bytes on rank 0, and 0 on the other ranks.
+    """
+    if this_rank() != 0:
+        return 0
+    work = temporary(path)
+    entries, bounds = zip(*written)
+    files = {file_of(rank): entry for rank, entry in enumerate(entries)}
+    index = write_index(work, list(files), index_of(state, bounds))
+    for name, contents in extra_files.items():
+        files[name] = write_file(work / name, [contents])
+    files["index.json"] = index
+    if path.exists():  # it is damaged, or the run would have resumed from it
+        os.rename(path, temporary(path, ".damaged"))
+    complete(work, path, {**manifest, "files": files})
+    remove_leftovers(path)
+    return total_bytes({"files": files})
+
+
+def index_of(state: dict, bounds: Sequence[list]) -> dict[str, dict]:
+    """The entries of tensors in index.json, from the `bounds_of_parts` of each rank.
+
+    Raises CheckpointError if the parts that are written do not make up a tensor.
+    """
+    tensors = dict(largest_first(state))
+    bounds_of = dict(zip(layouts_of(state), zip(*bounds, strict=True), strict=True))
+    index = dict.fromkeys(name for name, _ in flatten(state))
+    arranged = {}
+    for name, writers in writers_of(state).items():
+        tensor = tensors[name]
+        layout = layout_of(tensor)
+        key = layout, int(writers[0])
+        if key not in arranged:
+            with as_checkpoint_error(f"the ranks' parts do not make up {name}"):
+                arranged[key] = arrange(tensor.shape, writers, bounds_of[layout])
+        cuts, grid = arranged[key]
+        dtype = DTYPE_NAMES[tensor.dtype]
+        index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": grid}
+    return index
+
+
+def arrange(shape: torch.Size, writers: np.ndarray, bounds: Sequence) -> tuple[list, list]:
+    """The cuts and the grid of a tensor, from its writers and the bounds of all ranks' parts."""
+    writer_at = {}  # keys: the indices at which a part starts
+    numel = 0
+    for rank in writers.tolist():
+        start, size = bounds[rank]
+        if size == 0 and shape.numel() > 0:
+            continue  # more ranks than rows
+        if start in writer_at:
+            raise ValueError(f"ranks {writer_at[start]} and {rank} have the same part")
+        writer_at[start] = rank
+        numel += size
+    if numel != shape.numel():
+        raise ValueError(f"they have {numel:,} elements, not the {shape.numel():,} of its shape")
+    cuts = [sorted(set(starts)) for starts in zip(*writer_at)]
+    return cuts, [writer_at[start] for start in itertools.product(*cuts)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
 class Entry(NamedTuple):
@@ -264,8 +499,8 @@ class Reader:
             shape.append(edge[i + 1] - edge[i])
         with as_checkpoint_error(f"cannot read {self.path}"):
             file = self.files[grid[position]]
+            size = self.entries[file]["bytes"]  # an unlisted file may be anywhere: it is not opened
             chunks, buffer = self.map_file(self.path / file)
-            size = self.entries[file]["bytes"]
             if len(buffer) != size:
                 raise ValueError(f"{file} has {len(buffer):,} bytes, not {size:,}")
             chunk = chunks.get(name)
@@ -307,6 +542,117 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
 
 
 # --------------------------------------------------------------------------------------------------
+# The checkpoints of a run
+
+
+class Saver:
+    """Writes the checkpoints of a run. All ranks construct it and call its methods together.
+
+    A failed save raises nothing: `failure` and a row of `take_rows` report it.
+
+    run           the run folder
+    keep_last     number of checkpoints to keep; 0 keeps all. Only those that this object has saved
+                  count, and `verified`
+    keep_every    also keep those whose step is a multiple of this; 0 for none
+    on_all_ranks  see save_state
+    extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
+    verified      the checkpoint of this run that has been verified, if any
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        keep_last: int,
+        keep_every: int,
+        on_all_ranks: Callable | None = None,
+        extra_files: dict[str, bytes] | None = None,
+        verified: Path | None = None,
+    ):
+        self.run = run
+        self.intact = [verified] if verified else []  # and those saved since, oldest first
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.on_all_ranks = on_all_ranks
+        self.extra_files = extra_files
+        self.rows: list[dict] = []
+        self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
+        self.ends_run = False  # set by `refuse` if no later save could be better
+
+    def save(self, state: dict, manifest: dict) -> None:
+        """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"]."""
+        self.write(state, manifest, None, time.perf_counter())
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any."""
+
+    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
+        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
+        self.wait()
+        self.ends_run = ends_run
+        self.add_row(step, {"error": why}, began=time.perf_counter())
+
+    def take_rows(self) -> list[dict]:
+        """Return the log rows of the saves that have finished since the last call.
+
+        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
+        """
+        rows = list(self.rows)
+        del self.rows[: len(rows)]  # not all: the saving thread may have appended one meanwhile
+        return rows
+
+    def write(
+        self,
+        state: dict,
+        manifest: dict,
+        chunks: dict[str, Tensor] | None,
+        began: float,
+        waited: float | None = None,
+    ) -> None:
+        """Write the checkpoint and add its row."""
+        path = step_path(self.run, manifest["step"])
+        try:
+            arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, chunks)
+            outcome = {"bytes": save_state(*arguments)}
+            self.intact.append(path)
+            if this_rank() == 0:
+                self.remove_old()
+        except Exception as error:
+            if this_rank() == 0:
+                remove_leftovers(path)
+            outcome = {"error": reason(error)}
+        self.add_row(manifest["step"], outcome, began, waited)
+
+    def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
+        """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
+
+        The save started at `began`. Training waited `waited` seconds for it (default: to its end).
+        """
+        path = step_path(self.run, step)
+        seconds = time.perf_counter() - began
+        row = {"step": step, "event": "checkpoint", "path": str(path), **outcome}
+        self.failure = None
+        if "error" in outcome:
+            row["event"] = "checkpoint_failed"
+            self.failure = f"cannot write {path}: {outcome['error']}"
+        blocking = seconds if waited is None else waited
+        self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
+
+    def remove_old(self) -> None:
+        """Remove what is older than the last keep_last intact checkpoints, but for keep_every's."""
+        if self.keep_last == 0 or len(self.intact) < self.keep_last:
+            return
+        oldest = step_of(self.intact[-self.keep_last])
+        for path in list_checkpoints(self.run):
+            step = step_of(path)
+            if step >= oldest or (self.keep_every and step % self.keep_every == 0):
+                continue
+            with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
+                # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
+                path.rename(temporary(path, ".removed"))
+                remove_leftovers(path)
+
+
+# --------------------------------------------------------------------------------------------------
 # Manifests: what makes a folder a checkpoint
 
 
@@ -317,7 +663,7 @@ def step_path(run: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """100 for the folder step-00000100; None for another name, such as step-100, a user's copy."""
-    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
+    match = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
@@ -387,7 +733,7 @@ def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
         files = read_manifest(path)["files"]
         for name in sorted(files)[part::parts]:
             expected = files[name]
-            size = (path / name).lstat().st_size
+            size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
             crc = 0
@@ -464,16 +810,8 @@ def write_safetensors(
 
 def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dict:
     """Write index.json (described at the top); return the file's entry in the manifest."""
-
-    def blocks() -> Iterator[bytes]:
-        separator = f'{{"files":{json.dumps(files)},"tensors":{{'
-        for name, entry in tensors.items():  # one at a time: with 4,096 ranks, the text is 57 MB
-            text = json.dumps(entry, separators=(",", ":"), default=np.ndarray.tolist)
-            yield f"{separator}{json.dumps(name)}:{text}".encode()
-            separator = ","
-        yield b"}}"
-
-    return write_file(folder / "index.json", blocks())
+    text = json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
+    return write_file(folder / "index.json", [text.encode()])
 
 
 def complete(work: Path, path: Path, manifest: dict) -> None:
@@ -484,300 +822,3 @@ def complete(work: Path, path: Path, manifest: dict) -> None:
     sync(work)
     os.rename(work, path)
     sync(path.parent)
-
-
-# --------------------------------------------------------------------------------------------------
-# Saving
-
-
-def on_only_rank(function: Callable, *arguments) -> list:
-    """Call `function` in a process without other ranks. Raises ValueError if there are any."""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise ValueError("on several ranks, save_state needs on_all_ranks=dist.on_all_ranks")
-    return [function(*arguments)]
-
-
-def save_state(
-    path: Path | str,
-    state: dict,
-    manifest: dict,
-    extra_files: dict[str, bytes] | None = None,
-    on_all_ranks: Callable = on_only_rank,
-    parts: dict[str, Tensor] | None = None,
-    index: dict[str, dict] | None = None,
-) -> int:
-    """Write `state`, dicts of tensors and DTensors, as a checkpoint; return its size in bytes.
-
-    All ranks call it together. The folder gets its name only when all files are on disk: if a rank
-    is killed before that, there is no new checkpoint, and earlier ones are intact.
-
-    manifest       "step", and any other values that the caller wants to read later
-    extra_files    {name: contents}, for example the tokenizer
-    on_all_ranks   on_all_ranks(function, *arguments) returns the results of all ranks, or raises on
-                   all ranks, like dist.on_all_ranks; the default is for a single process
-    parts          {name: values} to write instead of this rank's parts, for example copies of them
-    index          the result of an earlier `choose_writers` for this state
-
-    Raises CheckpointError on a rank that fails, and what on_all_ranks raises on the others.
-    """
-    path = Path(path)
-    extra_files = extra_files or {}
-    index = index or choose_writers(state, on_all_ranks)
-    on_all_ranks(begin_save, path, manifest, extra_files)
-    entries = on_all_ranks(write_chunks, path, state, index, parts)
-    files = {file_of(rank): entry for rank, entry in enumerate(entries)}
-    return on_all_ranks(publish, path, manifest, extra_files, index, files)[0]
-
-
-@as_checkpoint_error()
-def begin_save(path: Path, manifest: dict, extra_files: dict[str, bytes]) -> None:
-    """Check that the manifest can be saved, then create the temporary folder on rank 0."""
-    planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
-    check_manifest(path, seal({**manifest, "files": planned}))
-    if this_rank() == 0:
-        remove_leftovers(path)
-        temporary(path).mkdir(parents=True)
-
-
-def file_of(rank: int) -> str:
-    """The name of the file in which a rank writes its chunks."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-@as_checkpoint_error()
-def write_chunks(path: Path, state: dict, index: dict, parts: dict[str, Tensor] | None) -> dict:
-    """Write this rank's chunks, from `parts` or else `state`; return the file's manifest entry."""
-    rank = this_rank()
-    parts = parts or local_parts(state)
-    chunks = {name: parts[name] for name, entry in index.items() if rank in entry["grid"]}
-    return write_safetensors(temporary(path) / file_of(rank), chunks)
-
-
-@as_checkpoint_error()
-def publish(
-    path: Path, manifest: dict, extra_files: dict[str, bytes], index: dict, chunk_files: dict
-) -> int:
-    """Complete a checkpoint whose chunks are in `chunk_files`, {name: manifest entry}.
-
-    Rank 0 does this and returns the checkpoint's size in bytes. The other ranks return 0.
-    """
-    if this_rank() != 0:
-        return 0
-    work = temporary(path)
-    files = dict(chunk_files)
-    for name, contents in extra_files.items():
-        files[name] = write_file(work / name, [contents])
-    files["index.json"] = write_index(work, [*chunk_files], index)
-    if os.path.lexists(path):  # it is damaged, or the run would have resumed from it
-        os.rename(path, temporary(path, ".damaged"))
-    complete(work, path, {**manifest, "files": files})
-    remove_leftovers(path)
-    return total_bytes({"files": files})
-
-
-def temporary(path: Path, kind: str = "") -> Path:
-    """The name of an incomplete, replaced or removed checkpoint, in the same folder as `path`."""
-    return path.with_name(f".{path.name}{kind}.tmp")
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders of earlier saves beside the checkpoint `path`. Never raises."""
-    own = [temporary(path), temporary(path, ".damaged")]
-    for leftover in [*own, *path.parent.glob(".step-*.tmp")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            leftover.unlink()  # a symbolic link: its target stays
-
-
-def local_parts(state: dict) -> dict[str, Tensor]:
-    """This rank's parts of the tensors in nested dicts. Raises CheckpointError."""
-    parts = {}
-    for name, value in flatten(state):
-        kind = getattr(value, "dtype", type(value).__name__)
-        if kind not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} cannot be saved: {kind} is none of {', '.join(DTYPES)}")
-        parts[name] = local(value)
-    return parts
-
-
-# --------------------------------------------------------------------------------------------------
-# Who writes what
-
-
-def choose_writers(state: dict, on_all_ranks: Callable = on_only_rank) -> dict[str, dict]:
-    """Choose which rank writes each chunk: the holder with the least to write so far.
-
-    All ranks call it together. Returns "tensors" of index.json, the same on all ranks and for all
-    saves of this state. For example, if ranks 0 and 2 hold rows 0-4 of a (10, 4) tensor under hsdp
-    and ranks 1 and 3 hold rows 5-9, its grid may be [0, 3]. Raises CheckpointError on all ranks.
-    """
-    bounds = on_all_ranks(find_bounds, state)
-    tensors = dict(flatten(state))
-    layouts = dict.fromkeys(map(layout_of, tensors.values()))
-    for layout, of_ranks in zip(layouts, zip(*bounds, strict=True)):
-        layouts[layout] = find_chunks(layout[0], of_ranks)
-    index = dict.fromkeys(tensors)
-    bytes_to_write = np.zeros(len(bounds))  # by rank
-    for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest first
-        tensor = tensors[name]
-        cuts, numels, holders = layouts[layout_of(tensor)]
-        least = bytes_to_write[holders].argmin(axis=1)  # (chunks,): which holder
-        grid = holders[np.arange(len(holders)), least]
-        bytes_to_write[grid] += numels * tensor.itemsize
-        dtype = DTYPE_NAMES[tensor.dtype]
-        index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": grid}
-    return index
-
-
-def layout_of(tensor: Tensor) -> tuple:
-    """The tensor's shape and distribution. A model has only about a dozen different layouts."""
-    if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.placements, tensor.device_mesh
-    return (tensor.shape,)
-
-
-@as_checkpoint_error()
-def find_bounds(state: dict) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each layout in the state: where this rank's part starts, and the part's shape."""
-    bounds = {}
-    parts = local_parts(state)
-    for name, tensor in flatten(state):
-        layout = layout_of(tensor)
-        if layout not in bounds:
-            bounds[layout] = start_of(tensor), tuple(parts[name].shape)
-    return list(bounds.values())
-
-
-@as_checkpoint_error("the ranks' parts do not make up the full tensor")
-def find_chunks(shape: torch.Size, bounds: Sequence) -> tuple[list, np.ndarray, np.ndarray]:
-    """Find the chunks of a tensor in the `bounds` of all ranks.
-
-    Returns the indices at which chunks start in each dimension and, for each chunk in row-major
-    order, its number of elements (chunks,) and the ranks that hold it (chunks, copies).
-    """
-    numel_of, holders_of = {}, {}  # keys: the indices at which a chunk starts
-    for rank, (start, part) in enumerate(bounds):
-        numel = math.prod(part)
-        if numel > 0 or shape.numel() == 0:
-            numel_of[start] = numel
-            holders_of.setdefault(start, []).append(rank)
-    cuts = [sorted(set(starts)) for starts in zip(*numel_of)]
-    starts = list(itertools.product(*cuts))
-    numels = np.array([numel_of[start] for start in starts])
-    holders = np.array([holders_of[start] for start in starts], np.min_scalar_type(len(bounds)))
-    if numels.sum() != shape.numel():
-        raise ValueError(f"they have {numels.sum()} elements, not the {shape.numel()} of its shape")
-    return cuts, numels, holders
-
-
-# --------------------------------------------------------------------------------------------------
-# The checkpoints of a run
-
-
-class Saver:
-    """Writes the checkpoints of a run. All ranks construct it and call its methods together.
-
-    A failed save raises nothing: `failure` and a row of `take_rows` report it.
-
-    run           the run folder
-    keep_last     number of checkpoints to keep; 0 keeps all. Only those that this object has saved
-                  count, and `verified`
-    keep_every    also keep those whose step is a multiple of this; 0 for none
-    on_all_ranks  see save_state
-    extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
-    verified      the checkpoint of this run that has been verified, if any
-    """
-
-    def __init__(
-        self,
-        run: Path,
-        keep_last: int,
-        keep_every: int,
-        on_all_ranks: Callable = on_only_rank,
-        extra_files: dict[str, bytes] | None = None,
-        verified: Path | None = None,
-    ):
-        self.run = run
-        self.intact = [verified] if verified else []  # and those saved since, oldest first
-        self.keep_last = keep_last
-        self.keep_every = keep_every
-        self.on_all_ranks = on_all_ranks
-        self.extra_files = extra_files
-        self.index: dict[str, dict] = {}  # which rank writes what: the same in every save
-        self.rows: list[dict] = []
-        self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
-        self.ends_run = False  # set by `refuse` if no later save could be better
-
-    def save(self, state: dict, manifest: dict) -> None:
-        """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"]."""
-        self.write(state, manifest, None, time.perf_counter())
-
-    def wait(self) -> None:
-        """Wait for the save in progress, if any."""
-
-    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
-        """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
-        self.wait()
-        self.ends_run = ends_run
-        self.add_row(step, {"error": why}, began=time.perf_counter())
-
-    def take_rows(self) -> list[dict]:
-        """Return the log rows of the saves that have finished since the last call.
-
-        Their event is "checkpoint", or "checkpoint_failed" with the reason as `error`.
-        """
-        rows = list(self.rows)
-        del self.rows[: len(rows)]  # not all: the saving thread may have appended one meanwhile
-        return rows
-
-    def write(
-        self,
-        state: dict,
-        manifest: dict,
-        parts: dict[str, Tensor] | None,
-        began: float,
-        waited: float | None = None,
-    ) -> None:
-        """Write the checkpoint and add its row."""
-        path = step_path(self.run, manifest["step"])
-        try:
-            self.index = self.index or choose_writers(state, self.on_all_ranks)
-            arguments = (path, state, manifest, self.extra_files, self.on_all_ranks, parts)
-            outcome = {"bytes": save_state(*arguments, self.index)}
-            self.intact.append(path)
-            if this_rank() == 0:
-                self.remove_old()
-        except Exception as error:
-            if this_rank() == 0:
-                remove_leftovers(path)
-            outcome = {"error": reason(error)}
-        self.add_row(manifest["step"], outcome, began, waited)
-
-    def add_row(self, step: int, outcome: dict, began: float, waited: float | None = None) -> None:
-        """Add a row to the log, with {"bytes": ...} or {"error": ...}, and set `failure`.
-
-        The save started at `began`. Training waited `waited` seconds for it (default: to its end).
-        """
-        path = step_path(self.run, step)
-        seconds = time.perf_counter() - began
-        row = {"step": step, "event": "checkpoint", "path": str(path), **outcome}
-        self.failure = None
-        if "error" in outcome:
-            row["event"] = "checkpoint_failed"
-            self.failure = f"cannot write {path}: {outcome['error']}"
-        blocking = seconds if waited is None else waited
-        self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
-
-    def remove_old(self) -> None:
-        """Remove what is older than the last keep_last intact checkpoints, but for keep_every's."""
-        if self.keep_last == 0 or len(self.intact) < self.keep_last:
-            return
-        oldest = step_of(self.intact[-self.keep_last])
-        for path in list_checkpoints(self.run):
-            step = step_of(path)
-            if step >= oldest or (self.keep_every and step % self.keep_every == 0):
-                continue
-            with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
-                # Renamed first, so that a run killed meanwhile leaves no incomplete checkpoint.
-                path.rename(temporary(path, ".removed"))
-                remove_leftovers(path)

@@ -1,7 +1,8 @@
 """--async_save: training waits only for a copy in host memory, and a thread writes the files.
 
-A rank needs host memory for its shards of weights and optimizer state, which the copy keeps from
-the first save on. To remove this, delete this file, and its branch in train.open_saver.
+A rank needs host memory for what it writes, its share of the weights and the optimizer state. The
+copy keeps this memory from the first save on. To remove this, delete this file, and its branch in
+train.open_saver.
 """
 
 import functools
@@ -77,21 +78,21 @@ class AsyncSaver(checkpoint.Saver):
 
     @checkpoint.as_checkpoint_error()
     def copy_to_host(self, state: dict) -> None:
-        """Copy this rank's parts to one block of host memory, as `copies`.
+        """Copy what this rank writes to one block of host memory, as `copies`.
 
         The block is allocated only once, because that takes longest. The DefaultStager of
         torch.distributed.checkpoint took 1.6 times as long on CPUs.
         """
-        parts = checkpoint.local_parts(state)
-        size = sum(part.nbytes for part in parts.values())
+        chunks = checkpoint.chunks_to_write(state)
+        size = sum(chunk.nbytes for chunk in chunks.values())
         self.copies = {}
         if size != self.host_memory.nbytes:
             self.host_memory = torch.empty(0)  # frees the old block first
-            is_cuda = any(part.is_cuda for part in parts.values())
+            is_cuda = any(chunk.is_cuda for chunk in chunks.values())
             self.host_memory = pinned(size) if is_cuda else torch.empty(size, dtype=torch.uint8)
         end = 0
         # In the order of decreasing element size, each copy is aligned.
-        for name, part in sorted(parts.items(), key=lambda item: -item[1].itemsize):
-            begin, end = end, end + part.nbytes
-            copy = self.host_memory[begin:end].view(part.dtype).view(part.shape)
-            self.copies[name] = copy.copy_(part)
+        for name, chunk in sorted(chunks.items(), key=lambda item: -item[1].itemsize):
+            begin, end = end, end + chunk.nbytes
+            copy = self.host_memory[begin:end].view(chunk.dtype).view(chunk.shape)
+            self.copies[name] = copy.copy_(chunk)

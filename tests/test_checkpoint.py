@@ -130,7 +130,7 @@ def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
             read.clear()
             with mock.patch.object(checkpoint.Reader, "fill", fill_and_record):
                 progress = mock.Mock()
-                checkpoint.load_state(path, state, False, replicas, progress)
+                checkpoint.load_state(path, state, replicas, progress)
             assert read == names
             assert progress.call_count == len(state)
             for key, tensor in state.items():
@@ -141,7 +141,7 @@ def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
         errors = (checkpoint.CheckpointError, dist.RankError)
         failure = pytest.raises(errors, match="the disk is damaged")
         with damaged, failure, dist.raise_on_all_ranks():  # no rank waits for the one that failed
-            checkpoint.load_state(paths[0].parents[2] / "damaged", state, False, replicas)
+            checkpoint.load_state(paths[0].parents[2] / "damaged", state, replicas)
     return pairs
 
 

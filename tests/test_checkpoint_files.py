@@ -120,21 +120,6 @@ def test_a_save_without_on_all_ranks_is_refused(pool, tmp_path):
     assert not file_names(tmp_path)
 
 
-def test_removing_a_linked_checkpoint_keeps_its_target(tmp_path, one_rank):
-    """Retention removes the link of step 1, and a save replaces the link of step 2."""
-    archived = tmp_path / "archived"
-    write_two_files(archived)
-    for step in (1, 2):
-        path = checkpoint.step_path(tmp_path, step)
-        path.parent.mkdir(exist_ok=True)
-        path.symlink_to(archived)
-    saver = make_saver(tmp_path, False, 1, 0)
-    saver.save({"a": torch.ones(2)}, {"step": 2})
-    assert file_names(tmp_path / "checkpoints") == ["step-00000002"]
-    assert not checkpoint.step_path(tmp_path, 2).is_symlink()
-    assert checkpoint.verify(archived) is None
-
-
 # --------------------------------------------------------------------------------------------------
 # A sharded checkpoint as one file
 

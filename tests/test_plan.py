@@ -220,7 +220,7 @@ def test_a_plan_reports_bytes_between_hosts_and_on_disk(pool):
     assert between["dp_replicate", "all_reduce"] is True
     # Each of two replicas writes half of the 12 bytes per parameter and of some counters.
     assert 0 < saved["bytes_per_rank"] - 6 * parameters < 1000
-    assert saved["host_bytes_sharded"] == 8 * saved["bytes_per_rank"]
+    assert saved["bytes_per_host"] == 8 * saved["bytes_per_rank"]
 
 
 def test_a_run_that_does_not_fit_is_reported_on_one_screen(monkeypatch, capsys):

@@ -89,8 +89,8 @@ def test_an_async_save_uses_a_separate_process_group(tmp_path, one_rank):
         first_save = len(groups)
         saver.save({"weight": torch.ones(3)}, {"step": 2})
         saver.wait()
-    # After the copy, and three times in save_state. The first save also gathers who has which part.
-    assert groups == [saver.group] * 9 and first_save == 5
+    # After the copy, and three times in save_state
+    assert groups == [saver.group] * 8 and first_save == 4
     assert saver.failure is None
 
 
@@ -135,43 +135,6 @@ def test_a_save_is_synced_before_and_after_its_rename(tmp_path, one_rank):
     assert sorted(files) == ["index.json", "rank-00000.safetensors", "x.json"]
     assert (manifest, work) == ("manifest.json", ".step-00000001.tmp")
     assert (renamed, parent) == (".step-00000001.tmp -> step-00000001", "checkpoints")
-
-
-# One large tensor and many small ones
-WHOLE = {str(number): torch.empty(n, 4) for number, n in enumerate([80] + 40 * [8])}
-
-
-def bounds_of_parts(shards: int) -> list[list]:
-    """What find_bounds returns on 8 ranks: of ddp (1 shard), hsdp (2) or fsdp (8)."""
-    bounds = []
-    for rank in range(8):
-        heights = [n // shards for n in (80, 8)]  # of a rank's part, for both shapes of tensors
-        bounds.append([((rank % shards * rows, 0), (rows, 4)) for rows in heights])
-    return bounds
-
-
-@pytest.mark.parametrize("shards", [1, 2, 8])
-def test_all_ranks_write_similar_amounts(shards):
-    bounds = bounds_of_parts(shards)
-    tensors = checkpoint.choose_writers(WHOLE, lambda find_bounds, state: bounds)
-    load = [0] * 8
-    for entry in tensors.values():
-        for rank in entry["grid"]:
-            load[rank] += entry["shape"][0] // shards
-    assert sum(load) == 400 and min(load) > 0
-    assert max(load) <= max(80 // shards, 50 + 8 // shards)
-    for entry in tensors.values():
-        assert entry["cuts"] == [[i * entry["shape"][0] // shards for i in range(shards)], [0]]
-        assert [writer % shards for writer in entry["grid"]] == list(range(shards))
-
-
-@pytest.mark.parametrize("shards", [1, 2, 8])
-def test_a_save_without_some_part_of_a_tensor_is_refused(shards):
-    bounds = bounds_of_parts(shards)
-    bounds[-1] = bounds[0]  # with one shard, all ranks have the full tensor anyway
-    problem = pytest.raises(checkpoint.CheckpointError, match="do not make up the full tensor")
-    with problem if shards > 1 else contextlib.nullcontext():
-        checkpoint.choose_writers(WHOLE, lambda find_bounds, state: bounds)
 
 
 # Longer than a single read
@@ -221,7 +184,7 @@ def errors_of_a_save() -> list[Exception]:
 
 
 # What fails, and on which rank: the start of a save, writing a rank's file, publishing
-PLACES = {"local_parts": 1, "write_safetensors": 1, "write_index": 0}
+PLACES = {"largest_first": 1, "write_safetensors": 1, "write_index": 0}
 
 
 def save_with_errors(run: Path, async_save: bool) -> list[str | None]:

@@ -224,19 +224,16 @@ class Plan:
         return self.options.tokens / (self.speed.tokens_per_second_per_device * devices) / 3600
 
     def checkpoint(self) -> dict[str, int]:
-        """Bytes that a rank writes, and host memory that a sharded and an async save need.
+        """Bytes that a rank writes, and what the ranks of a host write: each replica has a share.
 
-        Each replica writes a share of the weights and the optimizer state. A sharded save copies
-        tensors to the host one by one, at most those that its ranks write. An async save copies
-        all weights and optimizer state that its ranks hold.
+        An async save copies all of it to host memory first, another save one tensor at a time.
         """
         local_size = self.request.cluster.links.local_size
         held = self.rehearsal.state["parameters"] + self.rehearsal.state["optimizer"]
         written = held // self.run.dp_replicate
         return {
             "bytes_per_rank": written,
-            "host_bytes_sharded": local_size * written,
-            "host_bytes_async": local_size * held,
+            "bytes_per_host": local_size * written,
         }
 
     def goodput(self) -> dict:
@@ -246,7 +243,7 @@ class Plan:
         """
         saved, took = self.checkpoint(), self.measured
         write = saved["bytes_per_rank"] / predict.WRITE
-        copy = saved["host_bytes_async"] / self.request.cluster.links.local_size / predict.COPY
+        copy = saved["bytes_per_rank"] / predict.COPY
         save = took and took.save or (copy if self.run.async_save else write)
         restart = took and took.restart or self.run.timeout + write
         step_time = (took or self.speed).step_time
@@ -390,8 +387,8 @@ def describe_communication(plan: Plan) -> Iterator[str]:
 def describe_checkpoint(plan: Plan) -> Iterator[str]:
     saved = {name: gigabytes(size) for name, size in plan.checkpoint().items()}
     yield (
-        f"checkpoint  sharded: {saved['bytes_per_rank']} GB a rank, on a host at most "
-        f"{saved['host_bytes_sharded']} GB; async_save: {saved['host_bytes_async']} GB"
+        f"checkpoint  {saved['bytes_per_rank']} GB a rank, {saved['bytes_per_host']} GB a host, "
+        "which --async_save copies to host memory"
     )
 
 

@@ -83,7 +83,7 @@ def test_a_rank_that_dies_or_hangs_is_reported(tokens, tmp_path, ending):
 FIRSTS = {
     "default group": (dist, "on_rank0"),
     "mesh": (train, "build"),
-    "saver's group": (checkpoint, "choose_writers"),
+    "saver's group": (checkpoint, "begin_save"),
     "save": (checkpoint, "write_chunks"),
     "stop request": (dist.StopRequest, "poll"),
 }
