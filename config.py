@@ -438,8 +438,6 @@ def compute_defaults(
         filled["wrap"] = choose_wrap(model_config)
     if filled["lr"] is None:
         filled["lr"] = 0.5 / model_config.d_model
-    if filled["num_workers"] is None:
-        filled["num_workers"] = 2 if machine.device_type == "cuda" else 0
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
         filled["peak_tflops"] = PEAK_TFLOPS.get(machine.device_name)
     spans_hosts = machine.world_size > machine.local_size

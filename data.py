@@ -7,20 +7,23 @@ A token folder contains `train.bin` and `val.bin` (token ids, little-endian, no 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
 N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
 i in the order of this epoch, which depends on (seed, epoch). So it is a pure function of (seed, n),
-whatever the number of ranks or workers, the micro-batch size or the step at which a run resumed. A
-checkpoint needs no state of the data loader. In a mixture, n also selects the folder.
+whatever the number of ranks, the micro-batch size or the step at which a run resumed. A checkpoint
+needs no state of the data. In a mixture, n also selects the folder.
 
 prepare.py ends each document with an end-of-text token and packs documents one after the other.
 A window may therefore contain parts of several documents, and attention sees all of them.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
-import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +31,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 
 class DataError(ValueError):
@@ -38,7 +41,7 @@ class DataError(ValueError):
 
 
 class DataChanged(DataError):
-    """A token file was written to while a run read it."""
+    """A token file was written to, or can no longer be read, while a run read it."""
 
     exit_status = 1
 
@@ -49,12 +52,6 @@ class Settings:
 
     data: Annotated[str, "free", "token folder, or DIR:SHARE,...", "DIR"] = "tokens/python"
     seed: Annotated[int, "part", "seed of the initial weights and the data order", (0, 2**32)] = 0
-    num_workers: Annotated[
-        int | None,
-        "free",
-        "processes per rank that read ahead (default: 2 with GPUs, else 0)",
-        (0,),
-    ] = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,9 +80,6 @@ def window_of(n: int, windows: int, seed: int) -> int:
             return n
 
 
-CHANGED = "restore it, and start the run again from a checkpoint before the change"
-
-
 class TokenDataset(Dataset):
     """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
 
@@ -102,7 +96,8 @@ class TokenDataset(Dataset):
         self.seq_len = seq_len
         self.seed = seed
         self.parts = [self]  # so that one folder can be read like a mixture
-        self.open()
+        self.descriptor = os.open(self.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
         self.identity = self.identify()
         n_tokens = os.fstat(self.descriptor).st_size // folder.dtype.itemsize
         self.n_windows = (n_tokens - 1) // seq_len
@@ -118,46 +113,43 @@ class TokenDataset(Dataset):
     def __getitem__(self, indices: list[int]) -> Tensor:
         batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
         # Mapping the file for each batch would take twice as long. pread needs no position, which
-        # forked workers would share.
+        # threads would share.
         for row, n in zip(batch, indices):
             window = n
             if self.seed is not None:
                 window = window_of(n, self.n_windows, self.seed)
             start = window * self.seq_len * batch.itemsize
-            contents = os.pread(self.descriptor, row.nbytes, start)
+            with as_data_changed(self.file):
+                contents = os.pread(self.descriptor, row.nbytes, start)
             if len(contents) < row.nbytes:
-                raise DataChanged(f"{self.file} was cut while it was read; {CHANGED}")
+                raise DataChanged(f"{self.file} was cut while it was read; {RESTORE}")
             row[:] = np.frombuffer(contents, batch.dtype)
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch.astype(np.int64))
-
-    def open(self) -> None:
-        self.descriptor = os.open(self.file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
 
     def identify(self) -> tuple[int, ...]:
         """What tells the open file from another, and from itself after a change."""
         found = os.fstat(self.descriptor)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
-    def has_changed(self) -> bool:
-        """Whether the open file was written to. It may be moved, replaced or removed."""
-        return self.identify() != self.identity
-
     def raise_if_changed(self) -> None:
         """Raise DataChanged if the open file was written to."""
-        if self.has_changed():
-            raise DataChanged(f"{self.file} was changed while it was read; {CHANGED}")
+        with as_data_changed(self.file):
+            identity = self.identify()
+        if identity != self.identity:
+            raise DataChanged(f"{self.file} was changed while it was read; {RESTORE}")
 
-    # A worker that is not forked gets the dataset by pickle, and opens the file again.
 
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "descriptor"}
+RESTORE = "restore it, and start the run again from a checkpoint before the change"
 
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        self.open()
-        self.raise_if_changed()
+
+@contextlib.contextmanager
+def as_data_changed(file: Path) -> Iterator[None]:
+    """Turn an OSError, for example of a lost disk (EIO) or server (ESTALE), into DataChanged."""
+    try:
+        yield
+    except OSError as error:
+        raise DataChanged(f"{file} can no longer be read: {error.strerror}; {RESTORE}") from None
 
 
 def open_dataset(
@@ -208,44 +200,26 @@ def val_indices(
         yield chosen[first : first + micro_batch_size]
 
 
-def loader(
-    dataset: Dataset, indices: Iterable[list[int]], workers: int = 0, pin: bool = False
+AHEAD = 4  # batches, each read by a thread: a file system may answer slowly, but in parallel
+
+
+def read_ahead(
+    dataset: Dataset, indices: Iterable[list[int]], pin: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the batch for each list in `indices`, in order, read ahead by `workers` processes.
+    """Yield the batch for each list in `indices`, in order, while threads read the next ones.
 
-    With 0 workers, this process reads each batch on demand. `pin` puts batches in pinned memory.
-    Raises DataError.
+    `pin` puts batches in pinned memory. Raises DataError.
     """
-    batches = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=indices,
-        num_workers=workers,
-        pin_memory=pin,
-        worker_init_fn=leave_process_group,
-    )
-    try:
-        yield from batches
-    except Exception as error:
-        if workers:
-            # The frames of the traceback hold torch's iterator in a reference cycle. If the garbage
-            # collector frees the iterator, the iterator waits 5 s for each worker to end.
-            traceback.clear_frames(error.__traceback__)
-        if not isinstance(error, DataError):
-            raise
-        # torch raises a worker's error with the worker's traceback as the message. It ends with
-        # "data.DataError: " and the message, which is one line.
-        last_line = str(error).strip().splitlines()[-1]
-        kind = type(error)
-        raise kind(last_line.removeprefix(f"data.{kind.__name__}: ")) from None
-
-
-def leave_process_group(worker: int) -> None:
-    """Shield a worker from the signals that terminals and torchrun send to its parent's group.
-
-    SIGTERM would kill the worker, and the parent would fail before it has saved a checkpoint.
-    """
-    os.setpgid(0, 0)
+    indices = iter(indices)
+    with ThreadPoolExecutor(AHEAD) as threads:
+        batches = deque()
+        for batch_indices in itertools.islice(indices, AHEAD):
+            batches.append(threads.submit(dataset.__getitem__, batch_indices))
+        while batches:
+            batch = batches.popleft().result()
+            for batch_indices in itertools.islice(indices, 1):
+                batches.append(threads.submit(dataset.__getitem__, batch_indices))
+            yield batch.pin_memory() if pin else batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,7 +316,12 @@ def open_folder(path: Path) -> TokenFolder:
 
 
 def read_folder(path: Path) -> TokenFolder:
-    """Read and check a folder with both token files. Damaged files may raise any exception."""
+    """Read and check a folder with both token files. Damaged files may raise any exception.
+
+    The fingerprint is as good as meta.json, which has the SHA-256 of prepare.py's files. Of other
+    files it covers only the sizes and some blocks, whose ids are also checked; TokenDataset checks
+    those of every batch.
+    """
     is_ours = (path / "meta.json").exists()
     meta = json.loads((path / "meta.json").read_bytes()) if is_ours else nanogpt_meta(path)
     dtype = np.dtype(meta["dtype"])
@@ -409,14 +388,10 @@ def refuse_wide_tokens(file: Path) -> None:
 
 
 def spread_blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield up to 256 blocks of 64 KiB, spread evenly over the tokens.
-
-    256 blocks cover a file of up to 16 MiB and sample a larger file, so that a run starts in
-    milliseconds on any corpus. TokenDataset checks the range of every batch.
-    """
+    """Yield up to 16 blocks of 64 KiB, spread evenly over the tokens, quickly from any disk."""
     block = (1 << 16) // tokens.itemsize  # tokens
     blocks = -(-len(tokens) // block)
-    count = min(blocks, 256)
+    count = min(blocks, 16)
     for i in range(count):
         start = i * blocks // count * block
         yield tokens[start : start + block]

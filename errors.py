@@ -221,7 +221,7 @@ def try_lock(path: Path) -> int | None:
 
     A POSIX record lock: the kernel releases it when its process ends, even by kill -9. Unlike
     a flock lock, it is not inherited by child processes, which may outlive their parent (for
-    example data loader workers). It works between hosts on NFS and Lustre. Closing any descriptor
+    example compilers). It works between hosts on NFS and Lustre. Closing any descriptor
     of the file releases it. If the file system does not support locks, warns and continues.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -68,16 +68,6 @@ class Start:
         step = self.origin.step
         return step > max_steps or (step == max_steps and self.is_evaluated)
 
-    def data_has_changed(self) -> bool:
-        """Whether a file of the training data was written to since the start."""
-        return any(part.has_changed() for part in self.train_data.parts)
-
-    def raise_if_data_changed(self) -> None:
-        """Raise DataChanged on all ranks if `data_has_changed` on one. All ranks call it."""
-        with dist.raise_on_all_ranks():
-            for part in self.train_data.parts:
-                part.raise_if_changed()
-
 
 def start_run(
     argv: list[str],

@@ -125,6 +125,8 @@ def train(state: State, run: Run, start: Start) -> int:
             state.tokens += run.tokens_per_step
             with step_context(state.step):
                 columns, table = train_step(state, batches, run)
+            if batches.error:
+                stop.signalled = True
             # True if rank 0 knew of a stop request one step ago: all ranks stop after this step.
             stopped = stop.poll()
 
@@ -138,8 +140,7 @@ def train(state: State, run: Run, start: Start) -> int:
             if has_row or evaluates or saves:
                 spread = {"data_wait": batches.take_wait()}
                 log.row(state.step, state.tokens, **columns, spread=spread)
-                # On any rank; then all ranks stop after the same step, and save.
-                stop.signalled |= start.data_has_changed()
+                batches.compare_files()
             if table and start.world.rank == 0:
                 log.parameters(state.step, table.rows())  # waits for the device
 
@@ -173,7 +174,9 @@ def train(state: State, run: Run, start: Start) -> int:
                 log.evaluation(state.step, val_loss)
             stopped = val_loss is None
         finish_save(state, start, saver, log)
-        start.raise_if_data_changed()
+        with dist.raise_on_all_ranks():
+            if batches.error:
+                raise batches.error
         if stopped:
             continues = "" if run.checkpoint == "none" else "; the same command continues"
             log.end(state.step, "stopped")
@@ -258,7 +261,8 @@ class MicroBatches:
     """An iterator over this rank's micro-batches (B, T + 1), on its device, after `step` steps.
 
     Which sequences a step reads depends only on the seed and the step. `waited` counts the seconds
-    spent waiting for them.
+    spent waiting for them. If they can no longer be read, `error` says why, and the last batch is
+    repeated: other ranks are in this step, and all ranks have to take it before they can save.
     """
 
     def __init__(self, run: Run, start: Start, step: int):
@@ -266,7 +270,10 @@ class MicroBatches:
         self.start_step = step
         self.device = start.world.device
         is_cuda = self.device.type == "cuda"
-        self.batches = data.loader(start.train_data, indices, run.num_workers, pin=is_cuda)
+        self.batches = data.read_ahead(start.train_data, indices, pin=is_cuda)
+        self.files = start.train_data.parts
+        self.error: data.DataError | None = None
+        self.batch: Tensor | None = None
         self.run = run
         self.read = 0
         self.waited = 0.0
@@ -279,13 +286,32 @@ class MicroBatches:
         step = self.start_step + self.read // self.run.grad_accum_steps  # steps done
         progress.report(step, "reading data")
         began = time.perf_counter()
-        tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
+        if not self.error:
+            self.read_batch()
+        tokens = self.batch.to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
         is_first = step == self.start_step  # the first step allocates memory and may compile
         doing = "compiling" if is_first and self.run.compile else "computing"
         progress.report(step, doing, is_slow=is_first)
         return tokens
+
+    def read_batch(self) -> None:
+        """Read the next batch. Raises DataError if it would be the first one."""
+        try:
+            self.batch = next(self.batches)
+        except data.DataError as error:
+            if self.batch is None:
+                raise
+            self.error = error
+
+    def compare_files(self) -> None:
+        """Set `error` if a file was written to since the start."""
+        try:
+            for file in self.files:
+                file.raise_if_changed()
+        except data.DataError as error:
+            self.error = self.error or error
 
     def take_wait(self) -> float:
         """Return the seconds waited since the last call."""

@@ -74,10 +74,7 @@ def assert_same_run(whole: Path, out: Path) -> None:
 
 
 def train_as_torchruns(argv: list[str]) -> int:
-    """Run train.py in a new process group, which gets the signals, as under torchrun.
-
-    Data-loading workers leave that group.
-    """
+    """Run train.py in a new process group, which gets the signals, as under torchrun."""
     os.setpgrp()
     return call_train(argv)
 
@@ -86,7 +83,7 @@ def test_a_stopped_and_killed_run_ends_with_the_same_weights(run, whole, tokens,
     out = tmp_path / "out"
     argv = flags(f"--data {tokens} --out {out} {SHORT} --async_save")
     # With --save_interval 0, only the signal can cause a checkpoint.
-    ranks = fork_ranks(2, train_as_torchruns, [*argv, "--save_interval", "0", "--num_workers", "1"])
+    ranks = fork_ranks(2, train_as_torchruns, [*argv, "--save_interval", "0"])
     wait_until(lambda: logged_steps(out) > 0, 60)
     for process in ranks:
         os.killpg(process.pid, signal.SIGTERM)

@@ -227,16 +227,16 @@ H200 = {"device_type": "cuda", "has_bfloat16": True, "device_name": "NVIDIA H200
 
 
 @pytest.mark.parametrize(
-    "hardware, dtype, workers, tflops",
+    "hardware, dtype, tflops",
     [
-        ({}, "float32", 0, None),
-        ({"has_bfloat16": True}, "bfloat16", 0, None),
-        (H200, "bfloat16", 2, 989),
+        ({}, "float32", None),
+        ({"has_bfloat16": True}, "bfloat16", None),
+        (H200, "bfloat16", 989),
     ],
 )
-def test_defaults_depend_on_the_hardware(hardware, dtype, workers, tflops):
+def test_defaults_depend_on_the_hardware(hardware, dtype, tflops):
     run = resolve("", **hardware)
-    assert (run.dtype, run.num_workers, run.peak_tflops) == (dtype, workers, tflops)
+    assert (run.dtype, run.peak_tflops) == (dtype, tflops)
     assert resolve("--dtype float32 --peak_tflops 7", **hardware).peak_tflops == 7
     assert resolve("--dtype float32", **hardware).peak_tflops is None
 

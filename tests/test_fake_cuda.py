@@ -31,7 +31,7 @@ CASES = [
     ("single --optimizer muon --clip adaptive --optim_metrics_interval 2", 1, 1),
     ("single --checkpoint sharded --async_save --model tinyllama-1.1b --sample_tokens 2", 1, 1),
     ("single --tp 2 --model tinyllama-1.1b --activation_checkpointing selective", 2, 1),
-    ("ddp --grad_sync micro_batch --clip adaptive --optimizer muon --num_workers 1", 2, 2),
+    ("ddp --grad_sync micro_batch --clip adaptive --optimizer muon", 2, 2),
     ("fsdp --reshard_after_forward false --loss_chunks 2 --clip adaptive", 2, 2),
     ("fsdp --tp 2 --optimizer muon --checkpoint sharded --async_save --profile 0:1", 4, 1),
     ("hsdp --dp_shard 2 --grad_sync shard --checkpoint sharded", 4, 2),
@@ -127,7 +127,7 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
     """Kernels accept their operands, and a run that saves continues from its checkpoint."""
     dp_size = ranks // 2 if "--tp 2" in text else ranks
     few = f"--n_layer 1 --micro_batch_size 1 --global_batch_size {accum * dp_size}"
-    few += " --num_workers 0 --eval_sequences 1 --checkpoint none"
+    few += " --eval_sequences 1 --checkpoint none"
     argv = flags(f"--device cuda --data {tokens} --out {tmp_path}/run {few} --strategy {text}")
     allowed = OUTSIDE
     if "--sample_tokens" in text:

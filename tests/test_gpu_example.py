@@ -31,7 +31,7 @@ def argv_of(name: str, work: Path) -> list[str]:
     assert "--compile" not in flags and "tiny" in flags
     if "--async_save" in flags:  # fake tensors do not work in a thread beside the training
         flags += ["--save_interval", "30"]
-    return [*flags, "--device", "cuda", "--num_workers", "0"]
+    return [*flags, "--device", "cuda"]
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ def test_the_lock_of_another_run_is_not_deleted(tmp_path):
 
 
 def hold(out) -> None:
-    """Lock `out`, start a child as a data loader does, and wait."""
+    """Lock `out`, start a child, and wait."""
     with hold_lock(out):
         os.fork()
         time.sleep(60)

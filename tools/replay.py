@@ -131,7 +131,7 @@ class Replay:
 
     def resolve(self, start: dict) -> Run:
         """Return the run of a start on these ranks. Raises UsageError."""
-        flags = common.recorded_flags(self.out, start) | {"num_workers": 0, "profile": None}
+        flags = common.recorded_flags(self.out, start) | {"profile": None}
         if self.world.size == 1:
             flags |= ALONE
         elif self.world.size != start["ranks"]:

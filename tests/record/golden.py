@@ -37,7 +37,7 @@ FLAGS = f"""
 --global_batch_size 16 --micro_batch_size 2 --max_steps {STEPS} --lr 4e-3 --min_lr 1e-4
 --warmup_steps 5 --schedule linear --weight_decay 0.1 --beta1 0.9 --beta2 0.95 --eps 1e-8
 --clip norm --max_grad_norm 1.0 --max_skipped 100 --wrap block --reshard_after_forward true
---grad_sync batch --activation_checkpointing none --loss_chunks 1 --compile false --num_workers 0
+--grad_sync batch --activation_checkpointing none --loss_chunks 1 --compile false
 --log_interval 1 --optim_metrics_interval 10 --eval_interval 20 --eval_sequences 10
 --sample_tokens 0 --save_interval 0 --keep_last 2 --checkpoint sharded --async_save false
 --device cpu --timeout 120

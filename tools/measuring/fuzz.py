@@ -47,7 +47,7 @@ TIMEOUT = timedelta(seconds=30)  # of a collective that another rank never joins
 FLAGS = (
     f"--global_batch_size 24 --max_steps {STEPS} --warmup_steps 2 --schedule constant --lr 1e-3 "
     "--max_grad_norm 0.5 --log_interval 1 --optim_metrics_interval 1 --eval_interval 0 "
-    "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu --num_workers 0 "
+    "--eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu "
     "--check_replicas true"
 )
 SIZES = dict(n_layer=3, n_head=4, d_model=32, d_ff=64, seq_len=16)
