@@ -20,8 +20,8 @@ from extras import profile as profiling
 
 
 def profiled(argv: list[str]) -> tuple[int, str, str]:
-    """Run train.py with reads of 0.1 s, and from step 4 on a host sync and a sleep of rank 1."""
-    step, read = optim.Optimizer.step, data.TokenDataset.__getitem__
+    """Run train.py; batches take 0.1 s, and from step 4 on, steps have a host sync and a sleep."""
+    step, read_ahead = optim.Optimizer.step, data.read_ahead
 
     def ask(self, number, lr, measure=False):
         if number > 3:
@@ -30,13 +30,14 @@ def profiled(argv: list[str]) -> tuple[int, str, str]:
             threading.Event().wait(0.7)  # time.sleep is patched here
         return step(self, number, lr, measure)
 
-    def wait(dataset, indices):
-        threading.Event().wait(0.1)
-        return read(dataset, indices)
+    def wait(*arguments, **options):
+        for batch in read_ahead(*arguments, **options):
+            threading.Event().wait(0.1)
+            yield batch
 
     with (
         mock.patch.object(optim.Optimizer, "step", ask),
-        mock.patch.object(data.TokenDataset, "__getitem__", wait),
+        mock.patch.object(data, "read_ahead", wait),
     ):
         return listen(argv)
 
