@@ -5,9 +5,9 @@
         full.safetensors            instead, in a full checkpoint: each tensor is one chunk
         index.json                  the chunks of each tensor, and the files that contain them
         tokenizer.*                 the tokenizer, if it is a file
-        manifest.json               step, tokens, config, data, file sizes, checksums (and its own)
+        manifest.json               step, tokens, config, data, file sizes, checksums
 
-The manifest is written last: a directory without one is not a checkpoint. Nothing in these files
+The manifest is written last: a folder without one is not a checkpoint. Nothing in these files
 can be executed. A safetensors file consists of 8 bytes with the size of its header, the header in
 JSON and the bytes of its tensors (https://github.com/huggingface/safetensors#format). index.json is
 
@@ -108,14 +108,17 @@ def save_state(
     on_all_ranks: Callable | None = None,
     chunks: dict[str, Tensor] | None = None,
 ) -> int:
-    """Write `state`, dicts of tensors and DTensors, as a checkpoint; return its size in bytes.
+    """Write `state`, dicts of tensors and DTensors, as a checkpoint; return its bytes.
 
     Each rank writes one file. If ranks hold copies of a tensor, one copy is written: the one whose
-    ranks have the least to write so far. So all ranks know who writes what, without communication:
+    ranks have the least to write so far. Every rank deals the tensors in the same way, the largest
+    first, so they need not communicate. For example under hsdp on 4 ranks:
 
-        hsdp on 4 ranks, tensor   0            1            2            3
-        ranks 0 and 1 write       rows 0-4, 5-9             rows 0-2, 3-5
-        ranks 2 and 3 write                    rows 0-4, 5-9             rows 0-2, 3-5
+        tensor, by size        |     0      |     1      |     2      |     3      |
+        ranks 0 and 1 write    |  rows 0-4  |            |            |  rows 0-2  |
+                               |  rows 5-9  |            |            |  rows 3-5  |
+        ranks 2 and 3 write    |            |  rows 0-4  |  rows 0-2  |            |
+                               |            |  rows 5-9  |  rows 3-5  |            |
 
     All ranks call it together. The folder gets its name only when all files are on disk: if a rank
     is killed before that, there is no new checkpoint, and earlier ones are intact.
@@ -170,7 +173,7 @@ def load_state(
             try:
                 reader = reader or Reader(Path(path))
                 reader.fill(name, tensor)
-            except CheckpointError as failure:
+            except (CheckpointError, PathError) as failure:
                 error = failure  # raise after the loop: other replicas still expect broadcasts
         if replicas:
             torch.distributed.broadcast(local(tensor), group=replicas, group_src=0)
@@ -194,7 +197,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory; the tensor itself if it has all parts."""
+    """This rank's part of a tensor, in the same memory, without gradients."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
@@ -209,11 +212,11 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def reason(error: BaseException) -> str:
-    """The last line of an error's text, or repr(error) if it is empty or perhaps only a key."""
-    lines = str(error).splitlines()
+    """The first line of an error's text, or repr(error) if it is empty or perhaps only a key."""
+    lines = str(error).strip().splitlines()
     if not lines or isinstance(error, LookupError):
         return repr(error)
-    return lines[-1]
+    return lines[0]
 
 
 @contextlib.contextmanager
@@ -254,7 +257,9 @@ def world_size() -> int:
 @as_checkpoint_error()
 def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes]) -> None:
     """Check that all of it can be saved, then create the temporary folder on rank 0."""
-    largest_first(state)
+    check_tensors(state)
+    if taken := {"index.json", "manifest.json"} & extra_files.keys():
+        raise ValueError(f"an extra file may not be named {min(taken)}")
     planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
     check_manifest(path, seal({**manifest, "files": planned}))
     if this_rank() == 0:
@@ -262,18 +267,14 @@ def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, b
         temporary(path).mkdir(parents=True)
 
 
-def largest_first(state: dict) -> list[tuple[str, Tensor]]:
-    """The tensors of nested dicts and their names, in the same order on all ranks.
-
-    Raises CheckpointError for a tensor that cannot be saved.
-    """
+def check_tensors(state: dict) -> None:
+    """Raise CheckpointError if a tensor cannot be saved."""
     for name, value in flatten(state):
         kind = getattr(value, "dtype", type(value).__name__)
         if kind not in DTYPE_NAMES:
             raise CheckpointError(f"{name} cannot be saved: {kind} is none of {', '.join(DTYPES)}")
         if isinstance(value, DTensor) and any(how.is_partial() for how in value.placements):
             raise CheckpointError(f"{name} cannot be saved: each rank holds a part of its sum")
-    return sorted(flatten(state), key=lambda item: (-item[1].numel(), item[0]))
 
 
 def temporary(path: Path, kind: str = "") -> Path:
@@ -305,12 +306,13 @@ def file_of(rank: int) -> str:
 
 
 def chunks_to_write(state: dict) -> dict[str, Tensor]:
-    """The parts of tensors that this rank writes, by name."""
-    tensors = dict(flatten(state))
+    """The parts of tensors that this rank writes, by name. Raises CheckpointError."""
+    check_tensors(state)
+    writers = writers_of(state)
     chunks = {}
-    for name, writers in writers_of(state).items():
-        part = local(tensors[name])
-        if this_rank() in writers and (part.numel() or not tensors[name].numel()):
+    for name, tensor in flatten(state):
+        part = local(tensor)
+        if this_rank() in writers[name] and (part.numel() or not tensor.numel()):
             chunks[name] = part
     return chunks
 
@@ -320,7 +322,7 @@ def writers_of(state: dict) -> dict[str, np.ndarray]:
     holders = {layout: holders_of(tensor) for layout, tensor in layouts_of(state).items()}
     load = np.zeros(world_size())  # bytes, by rank
     writers = {}
-    for name, tensor in largest_first(state):
+    for name, tensor in sorted(flatten(state), key=lambda item: (-item[1].numel(), item[0])):
         copies = holders[layout_of(tensor)]  # (copies, parts)
         chosen = copies[load[copies].sum(axis=1).argmin()]
         load[chosen] += tensor.nbytes / len(chosen)
@@ -331,13 +333,13 @@ def writers_of(state: dict) -> dict[str, np.ndarray]:
 def layouts_of(state: dict) -> dict[tuple, Tensor]:
     """A tensor of each layout in the state. A model has only about a dozen layouts."""
     layouts = {}
-    for _, tensor in largest_first(state):
+    for _, tensor in flatten(state):
         layouts.setdefault(layout_of(tensor), tensor)
     return layouts
 
 
 def layout_of(tensor: Tensor) -> tuple:
-    """The tensor's shape and distribution."""
+    """The tensor's shape, and how it is distributed."""
     if is_distributed(tensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return (tensor.shape,)
@@ -370,7 +372,7 @@ def publish(
 ) -> int:
     """Complete a checkpoint on rank 0, with each rank's result of `write_chunks`.
 
-    Returns its size in bytes on rank 0, and 0 on the other ranks.
+    Returns its bytes on rank 0, and 0 on the other ranks.
     """
     if this_rank() != 0:
         return 0
@@ -381,8 +383,6 @@ def publish(
     for name, contents in extra_files.items():
         files[name] = write_file(work / name, [contents])
     files["index.json"] = index
-    if path.exists():  # it is damaged, or the run would have resumed from it
-        os.rename(path, temporary(path, ".damaged"))
     complete(work, path, {**manifest, "files": files})
     remove_leftovers(path)
     return total_bytes({"files": files})
@@ -393,17 +393,16 @@ def index_of(state: dict, bounds: Sequence[list]) -> dict[str, dict]:
 
     Raises CheckpointError if the parts that are written do not make up a tensor.
     """
-    tensors = dict(largest_first(state))
     bounds_of = dict(zip(layouts_of(state), zip(*bounds, strict=True), strict=True))
-    index = dict.fromkeys(name for name, _ in flatten(state))
+    writers = writers_of(state)
     arranged = {}
-    for name, writers in writers_of(state).items():
-        tensor = tensors[name]
+    index = {}
+    for name, tensor in flatten(state):
         layout = layout_of(tensor)
-        key = layout, int(writers[0])
+        key = layout, int(writers[name][0])
         if key not in arranged:
             with as_checkpoint_error(f"the ranks' parts do not make up {name}"):
-                arranged[key] = arrange(tensor.shape, writers, bounds_of[layout])
+                arranged[key] = arrange(tensor.shape, writers[name], bounds_of[layout])
         cuts, grid = arranged[key]
         dtype = DTYPE_NAMES[tensor.dtype]
         index[name] = {"dtype": dtype, "shape": [*tensor.shape], "cuts": cuts, "grid": grid}
@@ -494,9 +493,7 @@ class Reader:
     def map_chunk(self, name: str, position: tuple[int, ...]) -> tuple[Tensor, mmap.mmap]:
         """The chunk of a tensor at this position of its grid, and the mapping of its file."""
         full, edges, grid = self.tensors[name]
-        shape = []
-        for edge, i in zip(edges, position):
-            shape.append(edge[i + 1] - edge[i])
+        shape = [edge[i + 1] - edge[i] for edge, i in zip(edges, position)]
         with as_checkpoint_error(f"cannot read {self.path}"):
             file = self.files[grid[position]]
             size = self.entries[file]["bytes"]  # an unlisted file may be anywhere: it is not opened
@@ -524,6 +521,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, Tensor], mmap.mmap]:
     """The tensors of a safetensors file, and its mapping. Raises CheckpointError if damaged."""
     tensors = {}
     with as_checkpoint_error(f"cannot read {path}"), open(path, "rb") as file:
+        # Not ACCESS_READ: torch.frombuffer warns about memory that cannot be written.
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         start = 8 + int.from_bytes(buffer[:8], "little")
         header = json.loads(buffer[8:start])
@@ -551,8 +549,8 @@ class Saver:
     A failed save raises nothing: `failure` and a row of `take_rows` report it.
 
     run           the run folder
-    keep_last     number of checkpoints to keep; 0 keeps all. Only those that this object has saved
-                  count, and `verified`
+    keep_last     number of checkpoints to keep; 0 keeps all. It counts `verified` and those that
+                  this object has saved
     keep_every    also keep those whose step is a multiple of this; 0 for none
     on_all_ranks  see save_state
     extra_files   {name: contents} of files in every checkpoint, such as the tokenizer
@@ -583,7 +581,7 @@ class Saver:
         self.write(state, manifest, None, time.perf_counter())
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any."""
+        """Wait for the save in progress: there is one only in extras/async_save.py."""
 
     def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
         """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
@@ -638,7 +636,7 @@ class Saver:
         self.rows.append(row | {"seconds": seconds, "blocking_seconds": blocking})
 
     def remove_old(self) -> None:
-        """Remove what is older than the last keep_last intact checkpoints, but for keep_every's."""
+        """Remove what is older than the last keep_last intact checkpoints, except keep_every's."""
         if self.keep_last == 0 or len(self.intact) < self.keep_last:
             return
         oldest = step_of(self.intact[-self.keep_last])
@@ -669,7 +667,8 @@ def step_of(path: Path) -> int | None:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """A run's checkpoints, oldest first. They are not verified, and may even lack a manifest."""
-    return sorted(filter(step_of, run.glob("checkpoints/step-*")), key=step_of)
+    found = [path for path in run.glob("checkpoints/step-*") if step_of(path) is not None]
+    return sorted(found, key=step_of)
 
 
 def read_manifest(path: Path) -> dict:
@@ -710,7 +709,7 @@ def check_manifest(path: Path, manifest: dict) -> None:
 
 
 def seal(manifest: dict) -> dict:
-    """The manifest as JSON returns it, plus "crc32", a checksum of its other sorted fields."""
+    """The manifest after a turn through JSON, plus "crc32", a checksum of its other fields."""
     fields = json.loads(json.dumps(manifest))  # keys become strings
     fields.pop("crc32", None)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -724,6 +723,8 @@ def total_bytes(manifest: dict) -> int:
 
 def verify(path: Path | str, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
+
+    Raises PathError if its format is not FORMAT.
 
     Compares the size and checksum of every `parts`-th file, from file number `part`, so that
     `parts` ranks can share the files. CRC-32 detects damage, not forgery, at about 1 GB/s.
@@ -815,10 +816,12 @@ def write_index(folder: Path, files: list[str], tensors: dict[str, dict]) -> dic
 
 
 def complete(work: Path, path: Path, manifest: dict) -> None:
-    """Turn the temporary folder `work` into the checkpoint `path`, which must not exist."""
+    """Turn the temporary folder `work` into the checkpoint `path`."""
     manifest = seal({**manifest, "format": FORMAT, "torch": torch.__version__})
     text = json.dumps(manifest, indent=2)
     write_file(work / "manifest.json", [text.encode()])
     sync(work)
+    if path.exists():  # it is damaged, or the run would have resumed from it
+        os.rename(path, temporary(path, ".damaged"))
     os.rename(work, path)
     sync(path.parent)

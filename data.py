@@ -1,4 +1,4 @@
-"""Token folder -> sequence n -> the batches of a dp_rank.
+"""From a token folder to sequence n, and to the batches of a dp_rank.
 
 A token folder contains `train.bin` and `val.bin` (token ids, little-endian, no header) and
 `meta.json`, as prepare.py writes them. nanoGPT's folders (uint16, no meta.json) also work; their
@@ -6,9 +6,9 @@ A token folder contains `train.bin` and `val.bin` (token ids, little-endian, no 
 
 A window is the piece of a file that a sequence reads: T tokens and the token after them. A file of
 N tokens has (N - 1) // T windows. With epoch, i = divmod(n, windows), sequence n of a run is window
-i in the order of this epoch, which depends on (seed, epoch). So it is a pure function of (seed, n),
-whatever the number of ranks, the micro-batch size or the step at which a run resumed. A checkpoint
-needs no state of the data. In a mixture, n also selects the folder.
+i in the order of this epoch, which depends on (seed, epoch). So the sequence is a pure function of
+(seed, n), whatever the number of ranks, the micro-batch size or the step at which a run resumed. A
+checkpoint needs no state of the data. In a mixture, n also selects the folder.
 
 prepare.py ends each document with an end-of-text token and packs documents one after the other.
 A window may therefore contain parts of several documents, and attention sees all of them.
@@ -64,7 +64,7 @@ def window_of(n: int, windows: int, seed: int) -> int:
     The permutation needs no table, whatever the size of the corpus. A Feistel network on the
     smallest even number of bits that can represent all windows is applied until the result is
     below `windows`, at most 4 times on average ("cycle walking", Black & Rogaway 2002, Ciphers with
-    arbitrary finite domains). With fewer than about 20 windows, pairs of n are not quite uniform.
+    arbitrary finite domains). With fewer than about 20 windows, not all orders are equally likely.
     """
     epoch, n = divmod(n, windows)
     key = b"%d %d" % (seed, epoch)
@@ -95,7 +95,6 @@ class TokenDataset(Dataset):
         self.file = folder.path / f"{split}.bin"
         self.seq_len = seq_len
         self.seed = seed
-        self.parts = [self]  # so that one folder can be read like a mixture
         self.descriptor = os.open(self.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
         self.identity = self.identify()
@@ -106,6 +105,11 @@ class TokenDataset(Dataset):
                 f"{self.file} contains {n_tokens:,} tokens: one sequence of "
                 f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
+
+    @property
+    def parts(self) -> list["TokenDataset"]:
+        """Only this one; a mixture has several."""
+        return [self]
 
     def __len__(self) -> int:
         return self.n_windows
@@ -120,17 +124,16 @@ class TokenDataset(Dataset):
                 window = window_of(n, self.n_windows, self.seed)
             start = window * self.seq_len * batch.itemsize
             with as_data_changed(self.file):
-                contents = os.pread(self.descriptor, row.nbytes, start)
-            if len(contents) < row.nbytes:
+                size = os.preadv(self.descriptor, [row], start)
+            if size < row.nbytes:
                 raise DataChanged(f"{self.file} was cut while it was read; {RESTORE}")
-            row[:] = np.frombuffer(contents, batch.dtype)
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch.astype(np.int64))
 
     def identify(self) -> tuple[int, ...]:
-        """What tells the open file from another, and from itself after a change."""
+        """The size and the time of the last write, which tell of changes to the open file."""
         found = os.fstat(self.descriptor)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_size, found.st_mtime_ns
 
     def raise_if_changed(self) -> None:
         """Raise DataChanged if the open file was written to."""
@@ -161,7 +164,7 @@ def open_dataset(
 ) -> TokenDataset:
     """Return the sequences of "train" or "val". Raises DataError.
 
-    mix(parts) joins the sequences of several folders.
+    mix(parts) joins the sequences of several folders: see extras/mixture.py.
     """
     parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
     return parts[0] if len(parts) == 1 else mix(parts)
@@ -177,7 +180,8 @@ def train_indices(
     """Yield the sequence indices of each micro-batch of a dp_rank.
 
     Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
-    B / dp_size consecutive sequences, one micro-batch after another.
+    B / dp_size consecutive sequences, one micro-batch after another: config.check_batch makes sure
+    that both divisions have no rest.
     """
     per_rank = global_batch_size // dp_size
     for step in steps:
@@ -210,15 +214,12 @@ def read_ahead(
 
     `pin` puts batches in pinned memory. Raises DataError.
     """
-    indices = iter(indices)
     with ThreadPoolExecutor(AHEAD) as threads:
-        batches = deque()
-        for batch_indices in itertools.islice(indices, AHEAD):
-            batches.append(threads.submit(dataset.__getitem__, batch_indices))
-        while batches:
-            batch = batches.popleft().result()
-            for batch_indices in itertools.islice(indices, 1):
-                batches.append(threads.submit(dataset.__getitem__, batch_indices))
+        reads = (threads.submit(dataset.__getitem__, batch) for batch in indices)  # in order
+        started = deque(itertools.islice(reads, AHEAD))
+        while started:
+            batch = started.popleft().result()
+            started.extend(itertools.islice(reads, 1))
             yield batch.pin_memory() if pin else batch
 
 
@@ -235,7 +236,7 @@ class TokenFolder:
     vocab_size: int  # token ids are below it
     # "bytes", "gpt2" or the name of a file in the folder. None: unknown, ids cannot be decoded.
     tokenizer_name: str | None
-    fingerprint: str  # changes when the tokens change
+    fingerprint: str  # differs for other tokens: see `read_folder`
     # The tokenizer's file as {name: contents}, to copy into checkpoints; empty if there is none
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
     val_bytes: int = 0  # size of the text in val.bin; 0: unknown
@@ -275,7 +276,7 @@ class DataFacts:
 
     vocab_size: int
     tokenizer: str | None  # its name, as recorded in checkpoints
-    fingerprint: str  # of all folders; changes when the tokens change
+    fingerprint: str  # of all folders
 
 
 def facts_of(folders: list[TokenFolder]) -> DataFacts:
@@ -289,7 +290,11 @@ SHARE = re.compile(r"(.+):(-?\d*\.?\d+)")  # DIR:SHARE
 
 def names_mixture(data: str) -> bool:
     """Whether --data is a mixture DIR:SHARE,DIR:SHARE,... A path that exists is one folder."""
-    return not Path(data).exists() and ("," in data or SHARE.fullmatch(data) is not None)
+    if "," not in data and not SHARE.fullmatch(data):
+        return False
+    with contextlib.suppress(OSError):  # many folders are too long for a path
+        return not Path(data).exists()
+    return True
 
 
 def memmap_tokens(file: Path, dtype: np.dtype) -> np.ndarray:
@@ -310,6 +315,8 @@ def open_folder(path: Path) -> TokenFolder:
         return read_folder(path)
     except DataError:
         raise
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.filename}: {error.strerror}") from None
     except Exception as error:
         reason = f"meta.json lacks {error}" if isinstance(error, KeyError) else error
         raise DataError(f"--data {path} is damaged: {reason}; prepare it again") from None
@@ -318,9 +325,9 @@ def open_folder(path: Path) -> TokenFolder:
 def read_folder(path: Path) -> TokenFolder:
     """Read and check a folder with both token files. Damaged files may raise any exception.
 
-    The fingerprint is as good as meta.json, which has the SHA-256 of prepare.py's files. Of other
-    files it covers only the sizes and some blocks, whose ids are also checked; TokenDataset checks
-    those of every batch.
+    The fingerprint trusts the SHA-256 of the files that prepare.py writes into meta.json. Of the
+    files themselves it covers the sizes and some blocks. The ids in these blocks are checked now,
+    those of a batch when it is read.
     """
     is_ours = (path / "meta.json").exists()
     meta = json.loads((path / "meta.json").read_bytes()) if is_ours else nanogpt_meta(path)

@@ -184,7 +184,7 @@ def errors_of_a_save() -> list[Exception]:
 
 
 # What fails, and on which rank: the start of a save, writing a rank's file, publishing
-PLACES = {"largest_first": 1, "write_safetensors": 1, "write_index": 0}
+PLACES = {"check_tensors": 1, "write_safetensors": 1, "write_index": 0}
 
 
 def save_with_errors(run: Path, async_save: bool) -> list[str | None]:
