@@ -2,12 +2,14 @@
 
 An update never waits for the device: norms, decisions and counters stay there. Another update rule
 is a class like AdamW, a clipping strategy a function in CLIPS, a schedule a function in SCHEDULES.
+An idea that draws random numbers uses `normal_like`, so that they are the same on every mesh.
 """
 
 from __future__ import annotations  # Settings names SCHEDULES and CLIPS, which are defined below
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -15,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
 
@@ -51,115 +53,6 @@ class Settings:
     # Not a flag of this file, but of dist.py. On a CPU, norms are summed differently: see
     # all_reduce_squares.
     device: str = "cpu"
-
-
-# --------------------------------------------------------------------------------------------------
-# Learning rate
-
-# A schedule maps progress to a factor. Progress is 0 at the first step after warm-up and would be 1
-# at step max_steps + 1. At factor 1 the learning rate is lr, at factor 0 it is min_lr.
-SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
-    "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
-    # warm-up, stable, decay (Hu et al. 2024): decays in the last fifth of the steps after warm-up
-    "wsd": lambda progress, settings: min(1.0, (1 - progress) / 0.2),
-    "linear": lambda progress, settings: 1 - progress,
-    "constant": lambda progress, settings: 1.0,
-}
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """The learning rate of update `step`, counted from 1. It has no state that checkpoints need.
-
-    It rises linearly to `lr` at step `warmup_steps`, then follows the schedule. All schedules but
-    "constant" would reach `min_lr` at step max_steps + 1.
-    """
-    if step <= settings.warmup_steps:
-        return settings.lr * step / settings.warmup_steps
-    steps_after = max(1, settings.max_steps - settings.warmup_steps)
-    progress = min(1.0, (step - 1 - settings.warmup_steps) / steps_after)
-    factor = SCHEDULES[settings.schedule](progress, settings)
-    return settings.min_lr + (settings.lr - settings.min_lr) * factor
-
-
-# --------------------------------------------------------------------------------------------------
-# Clipping strategies
-#
-#     clip_x(settings, gradients) -> Clipped
-#
-# The update divides all gradients by `divisor`. A strategy that scales each gradient by a different
-# factor multiplies gradients.local in place and returns a divisor of 1.
-#
-# The torch._foreach_* functions process many tensors in one kernel. They have no public names, but
-# torch.optim and torch.nn.utils.clip_grad_norm_ use them as well.
-
-
-class Gradients(NamedTuple):
-    """The n gradients of an update."""
-
-    local: list[Tensor]  # this rank's parts, to scale in place
-    norms: Tensor  # (n,) float32: the norm of each full gradient, over all ranks
-    numels: Tensor  # (n,) int64: elements of each full gradient
-    averages: Tensor  # (n,) float32: state for the clipping strategy, saved in checkpoints
-    skip: Tensor  # 0-d bool: if true, the update is skipped and `averages` must not change
-
-
-class Clipped(NamedTuple):
-    """What a clipping strategy decided about the n gradients of an update."""
-
-    divisor: Tensor  # 0-d
-    clipped: Tensor  # (n,) bool: whether each gradient was clipped
-
-
-def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
-    """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
-
-    AdamW's kernel divides gradients by the divisor as it reads them. This saves a pass over memory.
-    """
-    total_norm = gradients.norms.norm()
-    divisor = ((total_norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0)
-    is_clipped = total_norm > settings.max_grad_norm
-    return Clipped(divisor, is_clipped.expand_as(gradients.norms))
-
-
-def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
-    """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
-
-    OLMo clips in this way (Groeneveld et al. 2024). The average starts at the first norm above 0.
-    """
-    norms = gradients.norms
-    averages = torch.where(gradients.averages > 0, gradients.averages, norms)
-    limits = settings.max_grad_norm_ratio * averages
-    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients.local, factors.unbind())
-
-    new_share = 1 - max(settings.beta1, settings.beta2)
-    averages = averages.lerp(norms * factors, new_share)
-    assign_unless(gradients.skip, gradients.averages, averages)
-    return Clipped(divisor=torch.ones_like(norms[0]), clipped=norms > limits)
-
-
-CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive}
-
-# --------------------------------------------------------------------------------------------------
-# Parameters on a mesh
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; the tensor itself if it is not distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def assign_unless(skip: Tensor, tensor: Tensor, value: Tensor) -> None:
-    """Set a tensor in place, unless `skip`, a 0-d bool on the device, is true."""
-    tensor.copy_(torch.where(skip, tensor, value))
-
-
-def num_shards(parameter: Tensor) -> int:
-    """The number of parts that a parameter is split into; 1 if it is replicated."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    axes = zip(parameter.placements, parameter.device_mesh.shape)
-    return math.prod(size for placement, size in axes if not placement.is_replicate())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -236,26 +129,6 @@ class AdamW:
             eps=settings.eps,
             maximize=False,
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# Statistics
-
-
-@dataclass
-class ParameterTable:
-    """Statistics of n parameters, on the device until `rows` is called."""
-
-    names: list[str]  # n
-    columns: list[str]
-    values: Tensor  # (n, len(columns))
-
-    def rows(self) -> list[dict]:
-        """One dict per parameter. Waits for the device."""
-        rows = []
-        for name, values in zip(self.names, self.values.tolist()):
-            rows.append({"parameter": name, **dict(zip(self.columns, values))})
-        return rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +223,9 @@ class Optimizer:
         if measure:
             old_weights = [local(p).clone() for p in self.parameters.values()]
         norms = squared_norms.sqrt()
-        to_clip = Gradients(gradients, norms, self.numels, self.norm_average, skip)
+        to_clip = Gradients(
+            step, self.parameters, gradients, norms, self.numels, self.norm_average, skip
+        )
         divisor, clipped = CLIPS[self.settings.clip](self.settings, to_clip)
         for (rule, weight_decay), names in self.groups.items():
             present = [name for name in names if self.parameters[name].grad is not None]
@@ -446,3 +321,150 @@ class Optimizer:
             **self.slots,
             **self.numbers,  # these replace the views of them in self.slots
         }
+
+
+# --------------------------------------------------------------------------------------------------
+# Clipping strategies
+#
+#     clip_x(settings, gradients) -> Clipped
+#
+# The update divides all gradients by `divisor`. A strategy that scales each gradient by a different
+# factor multiplies gradients.local in place and returns a divisor of 1.
+#
+# The torch._foreach_* functions process many tensors in one kernel. They have no public names, but
+# torch.optim and torch.nn.utils.clip_grad_norm_ use them as well.
+
+
+class Gradients(NamedTuple):
+    """The n gradients of an update."""
+
+    step: int  # counted from 1
+    parameters: dict[str, Tensor]  # n, by name; on a mesh they are DTensors
+    local: list[Tensor]  # this rank's parts, to scale in place
+    norms: Tensor  # (n,) float32: the norm of each full gradient, over all ranks
+    numels: Tensor  # (n,) int64: elements of each full gradient
+    averages: Tensor  # (n,) float32: state for the clipping strategy, saved in checkpoints
+    skip: Tensor  # 0-d bool: if true, the update is skipped and `averages` must not change
+
+
+class Clipped(NamedTuple):
+    """What a clipping strategy decided about the n gradients of an update."""
+
+    divisor: Tensor  # 0-d
+    clipped: Tensor  # (n,) bool: whether each gradient was clipped
+
+
+def clip_norm(settings: Settings, gradients: Gradients) -> Clipped:
+    """Scale all gradients so that their total norm is at most max_grad_norm (Pascanu et al. 2013).
+
+    AdamW's kernel divides gradients by the divisor as it reads them. This saves a pass over memory.
+    """
+    total_norm = gradients.norms.norm()
+    divisor = ((total_norm + 1e-6) / settings.max_grad_norm).clamp(min=1.0)
+    is_clipped = total_norm > settings.max_grad_norm
+    return Clipped(divisor, is_clipped.expand_as(gradients.norms))
+
+
+def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
+    """Limit each gradient's norm to max_grad_norm_ratio x the moving average of its clipped norms.
+
+    OLMo clips in this way (Groeneveld et al. 2024). The average starts at the first norm above 0.
+    """
+    norms = gradients.norms
+    averages = torch.where(gradients.averages > 0, gradients.averages, norms)
+    limits = settings.max_grad_norm_ratio * averages
+    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients.local, factors.unbind())
+
+    new_share = 1 - max(settings.beta1, settings.beta2)
+    averages = averages.lerp(norms * factors, new_share)
+    assign_unless(gradients.skip, gradients.averages, averages)
+    return Clipped(divisor=torch.ones_like(norms[0]), clipped=norms > limits)
+
+
+CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive}
+
+
+# --------------------------------------------------------------------------------------------------
+# Learning rate
+
+# A schedule maps progress to a factor. Progress is 0 at the first step after warm-up and would be 1
+# at step max_steps + 1. At factor 1 the learning rate is lr, at factor 0 it is min_lr.
+SCHEDULES: dict[str, Callable[[float, Settings], float]] = {
+    "cosine": lambda progress, settings: 0.5 * (1 + math.cos(math.pi * progress)),
+    # warm-up, stable, decay (Hu et al. 2024): decays in the last fifth of the steps after warm-up
+    "wsd": lambda progress, settings: min(1.0, (1 - progress) / 0.2),
+    "linear": lambda progress, settings: 1 - progress,
+    "constant": lambda progress, settings: 1.0,
+}
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """The learning rate of update `step`, counted from 1. It has no state that checkpoints need.
+
+    It rises linearly to `lr` at step `warmup_steps`, then follows the schedule. All schedules but
+    "constant" would reach `min_lr` at step max_steps + 1.
+    """
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    steps_after = max(1, settings.max_steps - settings.warmup_steps)
+    progress = min(1.0, (step - 1 - settings.warmup_steps) / steps_after)
+    factor = SCHEDULES[settings.schedule](progress, settings)
+    return settings.min_lr + (settings.lr - settings.min_lr) * factor
+
+
+# --------------------------------------------------------------------------------------------------
+# Statistics
+
+
+@dataclass
+class ParameterTable:
+    """Statistics of n parameters, on the device until `rows` is called."""
+
+    names: list[str]  # n
+    columns: list[str]
+    values: Tensor  # (n, len(columns))
+
+    def rows(self) -> list[dict]:
+        """One dict per parameter. Waits for the device."""
+        rows = []
+        for name, values in zip(self.names, self.values.tolist()):
+            rows.append({"parameter": name, **dict(zip(self.columns, values))})
+        return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters on a mesh
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; the tensor itself if it is not distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assign_unless(skip: Tensor, tensor: Tensor, value: Tensor) -> None:
+    """Set a tensor in place, unless `skip`, a 0-d bool on the device, is true."""
+    tensor.copy_(torch.where(skip, tensor, value))
+
+
+def normal_like(tensor: Tensor, seed: str) -> Tensor:
+    """This rank's part of a full tensor of normal random numbers with the shape of `tensor`.
+
+    Every rank draws the full tensor and keeps its part, so the numbers are the same on every mesh.
+    They depend on the seed, for example f"{step} {name}", and on the type of the device.
+    """
+    generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(seed.encode()))
+    full = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+    if not isinstance(tensor, DTensor):
+        return full
+    # src_data_rank=None: split locally, since all ranks have the full tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+
+
+def num_shards(parameter: Tensor) -> int:
+    """The number of parts that a parameter is split into; 1 if it is replicated."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = zip(parameter.placements, parameter.device_mesh.shape)
+    return math.prod(size for placement, size in axes if not placement.is_replicate())

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
@@ -494,6 +496,60 @@ def test_eval_mode_restores_the_mode_of_each_module(error):
         assert error
     assert [module.training for module in model.modules()] == before
     assert True in before and False in before
+
+
+# --------------------------------------------------------------------------------------------------
+# An idea that draws random numbers
+
+NOISY = {"matrix": (7, 4), "vector": (5,)}
+NOISY_MESHES = {  # the shape of the mesh, and for each axis the dimension that it splits, or None
+    "ddp": ((2,), (None,)),
+    "fsdp": ((2,), (0,)),
+    "fsdp on 4": ((4,), (0,)),
+    "hsdp": ((2, 2), (None, 0)),
+    "fsdp and tp": ((2, 2), (0, 1)),
+}
+
+
+def clip_noise(settings: optim.Settings, gradients: optim.Gradients) -> optim.Clipped:
+    """Add noise to each gradient, as Neelakantan et al. 2015 did."""
+    for part, (name, parameter) in zip(gradients.local, gradients.parameters.items()):
+        part.add_(optim.normal_like(parameter, f"{gradients.step} {name}"))
+    return optim.clip_norm(settings, gradients)
+
+
+def update_with_noise(shape: tuple[int, ...], splits: tuple) -> list[Tensor]:
+    """Update parameters on a mesh with noise in their gradients; return them in full."""
+    dist.start("cpu")
+    mesh = init_device_mesh("cpu", shape)
+    parameters = {}
+    for name, size in NOISY.items():
+        how = [Replicate() if d is None or d >= len(size) else Shard(d) for d in splits]
+        full = torch.arange(1.0, 1 + math.prod(size)).view(size)
+        weight = distribute_tensor(full, mesh, how, src_data_rank=None)
+        parameters[name] = nn.Parameter(weight)
+        parameters[name].grad = weight / 10
+    optim.CLIPS["noise"] = clip_noise  # as a fork would: an entry in the table
+    settings = optim.Settings(lr=0.1, clip="noise", max_grad_norm=1e9)
+    optimizer = optim.Optimizer(parameters.items(), lambda name: True, settings, lambda name: True)
+    optimizer.step(3, 0.1)
+    return [parameter.full_tensor().detach() for parameter in parameters.values()]
+
+
+@pytest.mark.parametrize("mesh", NOISY_MESHES)
+def test_noise_in_gradients_is_the_same_on_every_mesh(pool, mesh):
+    (expected,) = pool(1, update_with_noise, (1,), (None,))
+    shape, splits = NOISY_MESHES[mesh]
+    for found in pool(math.prod(shape), update_with_noise, shape, splits):
+        torch.testing.assert_close(found, expected)
+
+
+def test_noise_depends_on_the_seed_and_has_the_variance_of_a_normal():
+    like = torch.empty(100, 100)
+    first, second = optim.normal_like(like, "1 a"), optim.normal_like(like, "2 a")
+    assert torch.equal(first, optim.normal_like(like, "1 a"))
+    assert first.std().item() == pytest.approx(1, abs=0.03)
+    assert (first * second).mean().abs() < 0.05
 
 
 # --------------------------------------------------------------------------------------------------
