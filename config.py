@@ -23,12 +23,12 @@ flag that is free.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -62,7 +62,7 @@ class Config(dist.Settings, model.Settings, data.Settings, optim.Settings, check
     micro_batch_size: Annotated[
         int | None,
         "free",
-        "sequences per rank and forward (default: its share of the batch)",
+        "sequences per rank and forward (default: its share of the batch, or what fits of it)",
         (1,),
     ] = None
     eval_interval: Annotated[int, "free", "steps between evaluations; 0: only at the end", (0,)] = (
@@ -375,14 +375,73 @@ def resolve(
     model_config = resolve_model(values, facts.vocab_size, kept or {}, saved_model)
     values = compute_defaults(values, model_config, machine, deleted)
     check_steps(values)
-    *preferred, last = possible_strategies(values, machine)
-    for strategy in preferred:
-        with contextlib.suppress(dist.MeshError):  # for example, hsdp on hosts of unequal sizes
-            run = on_mesh(values, strategy, machine, given, model_config, facts, deleted)
-            need = memory_of(run, model_config, machine)
-            if sum(need.values()) <= 0.8 * machine.device_memory:  # the rest is not counted there
-                return run
-    return on_mesh(values, last, machine, given, model_config, facts, deleted)
+
+    def with_choices(**chosen) -> Run:
+        return on_mesh(values | chosen, machine, given, model_config, facts, deleted)
+
+    return choose_what_fits(values, machine, with_choices)
+
+
+def choose_what_fits(values: dict, machine: Machine, with_choices: Callable[..., Run]) -> Run:
+    """Choose strategy, micro_batch_size and grad_sync, as far as they are not given.
+
+    A strategy that communicates less comes before others, a larger micro-batch before a smaller
+    one, and gradients that are averaged once a step before those averaged in every micro-batch.
+    Returns the first run that fits, or else the last one. with_choices(strategy=...) returns a run.
+    """
+    strategies = possible_strategies(values, machine)
+    for strategy in strategies:
+        try:
+            run = with_choices(strategy=strategy)
+        except dist.MeshError:  # for example, hsdp on hosts of unequal sizes
+            if strategy == strategies[-1]:
+                raise
+            continue
+        for micro_batch_size in possible_micro_batches(values, run):
+            run = with_choices(strategy=strategy, micro_batch_size=micro_batch_size)
+            for grad_sync in possible_grad_syncs(values, run):
+                run = dataclasses.replace(run, grad_sync=grad_sync)
+                if fits(run):
+                    return run
+    return run
+
+
+USABLE = 0.8  # of the device's memory; `memory_of` does not count all
+
+
+def fits(run: Run) -> bool:
+    need = memory_of(run, run.model_config, run.machine)
+    return sum(need.values()) <= USABLE * run.machine.device_memory
+
+
+def chosen_for_memory(run: Run) -> list[str]:
+    """The flags whose defaults have become others because of the memory."""
+    chosen = []
+    share = run.global_batch_size // run.dp_size
+    if run.given.micro_batch_size is None and run.micro_batch_size < share:
+        chosen.append(f"--micro_batch_size {run.micro_batch_size}")
+    if run.given.grad_sync is None and run.grad_sync != "batch":
+        chosen.append(f"--grad_sync {run.grad_sync}")
+    if run.given.loss_chunks is None and run.loss_chunks > 1:
+        chosen.append(f"--loss_chunks {run.loss_chunks}")
+    return chosen
+
+
+def possible_micro_batches(values: dict, run: Run) -> list[int]:
+    """--micro_batch_size or, if it is not given, all divisors of a rank's share of the batch."""
+    if values["micro_batch_size"] or values["eval_only"]:
+        return [run.micro_batch_size]
+    share = run.global_batch_size // run.dp_size
+    return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def possible_grad_syncs(values: dict, run: Run) -> list[str]:
+    """--grad_sync or, if it is not given, batch and what needs less memory."""
+    if values["grad_sync"]:
+        return [values["grad_sync"]]
+    if run.grad_accum_steps == 1 or run.strategy not in ("fsdp", "hsdp"):
+        return ["batch"]
+    return ["batch", "micro_batch" if run.strategy == "fsdp" else "shard"]
 
 
 def resolve_model(
@@ -503,19 +562,18 @@ def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: i
 
 def on_mesh(
     values: dict,
-    strategy: str,
     machine: Machine,
     given: Config,
     model_config: ModelConfig,
     facts: DataFacts,
     deleted: Collection[str],
 ) -> Run:
-    """Return the run with this strategy: add its mesh shape and each rank's share of the batch.
+    """Return the run with a strategy: add its mesh shape and each rank's share of the batch.
 
     Raises UsageError, for example if the batch cannot be split, and MeshError.
     """
     asked = (values["dp_replicate"], values["dp_shard"], values["tp"])
-    shape = dist.mesh_shape(strategy, machine.world_size, machine.local_size, *asked)
+    shape = dist.mesh_shape(values["strategy"], machine.world_size, machine.local_size, *asked)
     dp_size = shape[0] * shape[1]
     global_batch_size = values["global_batch_size"]
     if not values["eval_only"]:
@@ -523,10 +581,10 @@ def on_mesh(
     micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
     per_forward = micro_batch_size * dp_size  # sequences of all ranks
     on_this_mesh = {
-        "strategy": strategy,
         "dp_replicate": shape[0],
         "dp_shard": shape[1],
         "micro_batch_size": micro_batch_size,
+        "grad_sync": values["grad_sync"] or "batch",
     }
     if values["loss_chunks"] is None:
         logits = micro_batch_size * values["seq_len"] * model_config.vocab_size // values["tp"]
@@ -622,6 +680,14 @@ def logit_bytes(dtype: torch.dtype) -> int:
     return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
 
 
+@functools.cache
+def parameters_of(model_config: ModelConfig) -> list[tuple[str, torch.Tensor, bool]]:
+    """The parameters of a model on the meta device: name, parameter, whether a block has it."""
+    with torch.device("meta"):
+        net = Transformer(model_config)
+    return [(name, weight, net.is_hidden(name)) for name, weight in net.named_parameters()]
+
+
 def memory_of(
     flags: Config,
     model_config: ModelConfig,
@@ -636,13 +702,11 @@ def memory_of(
     do. Not counted are gathered weights, communication buffers and the process itself: tools.plan
     rehearses a step to count them.
     """
-    with torch.device("meta"):
-        net = Transformer(model_config)
     weights = gradients = optimizer = 0
     # Until the last micro-batch, FSDP accumulates unsharded gradients: see dist.gradient_sync.
     per_forward = flags.micro_batch_size * flags.dp_replicate * flags.dp_shard
     accumulates_full = flags.grad_sync == "batch" and flags.global_batch_size > per_forward
-    for name, parameter in net.named_parameters():
+    for name, parameter, is_hidden in parameters_of(model_config):
         # FSDP splits the rows of all parameters, and pads the last shards to the size of the first.
         # tp splits only matrices.
         tp = flags.tp if parameter.dim() > 1 else 1
@@ -650,7 +714,7 @@ def memory_of(
         local = math.ceil(len(parameter) / (flags.dp_shard * tp)) * columns
         weights += 4 * local
         gradients += 4 * (parameter.numel() // tp if accumulates_full else local)
-        arguments = name, parameter.shape, net.is_hidden(name)
+        arguments = name, parameter.shape, is_hidden
         rule = next(rule for rule in rules if rule.takes(*arguments))
         for shape in rule.slots(parameter.shape).values():
             optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter

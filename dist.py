@@ -67,10 +67,11 @@ class Settings:
         "free weights after forward and regather in backward; false: SHARD_GRAD_OP",
     ] = True
     grad_sync: Annotated[
-        Literal["batch", "micro_batch", "shard"],
+        Literal["batch", "micro_batch", "shard"] | None,
         "free",
-        "when to average gradients; shard: across hsdp replicas only once per step",
-    ] = "batch"
+        "when to average gradients; shard: across hsdp replicas only once per step (default: batch "
+        "if memory allows)",
+    ] = None
     activation_checkpointing: Annotated[
         Literal["none", "selective", "full"],
         "free",

@@ -568,9 +568,12 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
 
 
 def describe_defaults(run: Run) -> Iterator[str]:
-    """Yield a line for each extra that a default has turned on, with the reason."""
-    if run.loss_chunks > 1 and run.given.loss_chunks is None:
-        yield f"--loss_chunks {run.loss_chunks}, because the logits need much of the memory"
+    """Yield a line for defaults that the memory or the job has changed, with the reason."""
+    usable = f"{config.USABLE:.0%} of {run.machine.device_memory / 1e6:,.0f} MB"
+    if not config.fits(run):
+        yield f"this may need more than {usable}: see Memory in docs/reference.md"
+    elif chosen := config.chosen_for_memory(run):
+        yield f"{' '.join(chosen)}: chosen to fit into {usable}"
     for name in ("watchdog", "check_replicas"):
         if getattr(run, name) and getattr(run.given, name) is None:
             yield f"--{name}, because the job spans several hosts"

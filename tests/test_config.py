@@ -12,7 +12,17 @@ import pytest
 from conftest import CPU, FACTS, ROOT, resolve
 
 import config
-from config import FLAGS, SIZE_FLAGS, Config, as_argv, check_flags, parse, profile_window
+import train
+from config import (
+    FLAGS,
+    SIZE_FLAGS,
+    Config,
+    as_argv,
+    check_flags,
+    memory_of,
+    parse,
+    profile_window,
+)
 from dist import MeshError
 from errors import UsageError
 
@@ -144,6 +154,44 @@ def test_a_refused_batch_comes_with_one_that_works(ranks, flags, larger):
     assert int(given) == larger
     run = resolve(f"--strategy fsdp {flags} --global_batch_size {given}", world_size=ranks)
     assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == larger
+
+
+H100 = {
+    "device_type": "cuda",
+    "device_name": "NVIDIA H100 80GB HBM3",
+    "device_memory": 85_000_000_000,
+    "has_bfloat16": True,
+}
+CHOICES = {  # (flags, devices): strategy, dp_replicate x dp_shard, micro-batches, grad_sync
+    ("--model gpt2-124m", 1): ("single", "1 x 1", "128 x 4", "batch"),
+    ("--model gpt2-124m", 8): ("ddp", "8 x 1", "64 x 1", "batch"),
+    ("--model gpt2-124m --micro_batch_size 256", 1): ("single", "1 x 1", "256 x 2", "batch"),
+    ("--model olmo-1b", 1): ("single", "1 x 1", "8 x 64", "batch"),
+    ("--model olmo-1b", 8): ("ddp", "8 x 1", "8 x 8", "batch"),
+    ("--model llama3-8b", 8): ("fsdp", "1 x 8", "1 x 64", "micro_batch"),
+    ("--model llama3-8b --grad_sync batch", 8): ("fsdp", "1 x 8", "1 x 64", "batch"),
+    ("--model llama3-8b", 64): ("hsdp", "8 x 8", "1 x 8", "shard"),
+    ("--model llama3-8b", 512): ("hsdp", "64 x 8", "1 x 1", "batch"),
+    ("--model llama3-8b --strategy fsdp", 64): ("fsdp", "1 x 64", "1 x 8", "micro_batch"),
+}
+
+
+@pytest.mark.parametrize("flags, devices", CHOICES)
+def test_defaults_fit_into_memory(flags, devices):
+    text = f"{flags} --global_batch_size 512"
+    run = resolve(text, world_size=devices, local_size=min(devices, 8), **H100)
+    mesh = f"{run.dp_replicate} x {run.dp_shard}"
+    batch = f"{run.micro_batch_size} x {run.grad_accum_steps}"
+    assert (run.strategy, mesh, batch, run.grad_sync) == CHOICES[flags, devices]
+    assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == 512
+    need = sum(memory_of(run, run.model_config, run.machine).values())
+    is_given = "micro_batch_size" in flags or "grad_sync" in flags
+    assert (need <= 0.8 * H100["device_memory"]) == (not is_given)
+    said = " ".join(train.describe_defaults(run))
+    is_chosen = not is_given and run.grad_accum_steps > 1
+    assert (f"--micro_batch_size {run.micro_batch_size}" in said) == is_chosen
+    assert ("--grad_sync" in said) == (is_chosen and run.grad_sync != "batch")
+    assert ("this may need more than 80% of 85,000 MB" in said) == is_given
 
 
 @pytest.mark.parametrize(

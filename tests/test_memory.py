@@ -163,7 +163,7 @@ def chosen_strategies(argv: list[str], used: list[float]) -> list[str]:
 
 
 def test_auto_chooses_ddp_up_to_80_percent_of_host_memory(on_ranks):
-    text = "--loss_chunks 1 --dtype float32"
+    text = "--loss_chunks 1 --dtype float32 --micro_batch_size 4"
     for found in on_ranks(2, chosen_strategies, text, [0.79, 0.81]):
         assert found == ["ddp", "fsdp"]
 
