@@ -421,6 +421,18 @@ class Transformer(nn.Module):
         """Whether a parameter belongs to a block, not to the embedding, the head or last norm."""
         return name.startswith("blocks.")
 
+    def logged_values(self) -> dict[str, Tensor]:
+        """Columns of the log that modules computed in the last forward pass, 0-d tensors.
+
+        A module computes one if its forward sets self.logged = {"z_loss": z_loss.detach()}, for
+        example. If several modules have the same column, it is their mean.
+        """
+        values: dict[str, list[Tensor]] = {}
+        for module in self.modules():
+            for name, value in getattr(module, "logged", {}).items():
+                values.setdefault(name, []).append(value)
+        return {name: torch.stack(found).mean() for name, found in values.items()}
+
     def parameter_count(self) -> int:
         """Return the number of elements of all parameters, over all ranks."""
         return sum(p.numel() for p in self.parameters())

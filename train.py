@@ -13,6 +13,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +60,7 @@ def train_step(state: State, batches: Iterator[Tensor], run: Run) -> tuple[dict,
     """
     n = run.grad_accum_steps
     loss = 0
+    logged: dict[str, Tensor] = defaultdict(float)  # columns that modules of a fork compute
     for micro_step in range(n):
         tokens = next(batches)  # (B, T + 1)
         with dist.gradient_sync(state.model, run.grad_sync, is_last=micro_step == n - 1):
@@ -67,13 +69,15 @@ def train_step(state: State, batches: Iterator[Tensor], run: Run) -> tuple[dict,
             micro_loss = state.model(tokens[:, :-1], tokens[:, 1:]) / n
             micro_loss.backward()  # in the last micro-batch, this averages gradients over ranks
         loss = loss + micro_loss.detach()
+        for name, value in state.decoder.logged_values().items():
+            logged[name] = logged[name] + value / n
     state.loss = loss
     lr = optim.learning_rate(state.step, run)
     measure = is_due(state.step, run.optim_metrics_interval)
     # Clip the gradients, and update the weights
     update = state.optimizer.step(state.step, lr, measure)
     table = update.pop("parameters", None)
-    return {"mean": {"loss": loss}, "equal": update}, table
+    return {"mean": {"loss": loss, **logged}, "equal": update}, table
 
 
 @torch.no_grad()

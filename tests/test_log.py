@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, listen, rows
+from conftest import build_model, build_run, listen, rows, train_step
 from test_train import signal_in_step_2
 
 import dist
@@ -97,6 +97,46 @@ def test_a_row_reduces_its_values_over_all_ranks(pool, tmp_path):
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 4.0, 0.1)
     assert (row["peak_device_memory"], row["peak_host_memory"]) == (500, 701)
     assert (row["peak_reserved_memory"], row["allocation_retries"]) == (600, 3)
+
+
+class LoggedLoss(torch.nn.Module):
+    """A loss that leaves the number of its call and its mean as columns of the log."""
+
+    def __init__(self, loss: torch.nn.Module):
+        super().__init__()
+        self.loss = loss
+        self.calls = 0
+
+    def forward(self, x, weight, targets):
+        summed = self.loss(x, weight, targets)
+        self.calls += 1
+        mean = summed.detach() / targets.numel()
+        self.logged = {"our_mean": mean, "call": torch.tensor(float(self.calls))}
+        return summed
+
+
+def log_of_modules(argv: list[str]) -> list[dict]:
+    """Two steps of a model with such a loss, and with two norms that leave 1.0 and 3.0."""
+    built = build_run(argv)
+    decoder = built.state.decoder
+    decoder.head.loss = LoggedLoss(decoder.head.loss)
+    for value, block in zip((1.0, 3.0), decoder.blocks, strict=True):
+        block.mlp_norm.logged = {"of_two": torch.tensor(value)}
+    found = []
+    for step in (1, 2):
+        columns, _ = train_step(built, step)
+        found.append({name: float(value) for name, value in columns["mean"].items()})
+    return found
+
+
+def test_modules_leave_columns_of_the_log(on_ranks):
+    """A column is the mean over the micro-batches of a step, of a rank and of equal names."""
+    text = "--strategy fsdp --global_batch_size 8 --micro_batch_size 2 --n_layer 2"
+    for first, second in on_ranks(2, log_of_modules, text):
+        assert first["call"] == 1.5 and second["call"] == 3.5
+        assert first["of_two"] == second["of_two"] == 2.0
+        for columns in (first, second):
+            assert columns["our_mean"] == pytest.approx(columns["loss"])
 
 
 def train_a_fork(argv: list[str]) -> tuple[int, str, str]:
