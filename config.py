@@ -8,9 +8,9 @@ add a flag, add a line to one of these classes; --help prints it, and config.jso
 
     lr: Annotated[float | None, "part", "peak learning rate", (0,)] = None
 
-The strings are the flag's kind and its help text. (0,) are the limits of a number: at least 0, or
-with (0, 1) also below 1. A text may have a name for --help instead, such as "PATH". A kind says
-what happens to the flag when a run continues:
+An annotated field of model.ModelConfig is a flag, too. The strings are the flag's kind and its help
+text. (0,) are the limits of a number: at least 0, or with (0, 1) also below 1. A text may have a
+name for --help instead, such as "PATH". A kind says what happens to the flag when a run continues:
 
     part    a part of the run: a changed value is refused without --allow_changes
     free    remembered like a part, but it may change; the change is printed
@@ -51,7 +51,14 @@ from model import SIZES, ModelConfig, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(dist.Settings, model.Settings, data.Settings, optim.Settings, checkpoint.Settings):
+class Config(
+    dist.Settings,
+    model.Settings,
+    model.SizeFlags,
+    data.Settings,
+    optim.Settings,
+    checkpoint.Settings,
+):
     """The flags as given: typed now or earlier, or their defaults."""
 
     out: Annotated[

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +38,20 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Raises ValueError if its numbers do not fit together."""
+    """The shape of a decoder. Raises ValueError if its numbers do not fit together.
+
+    A field with an annotation is also a flag, which config.py explains. If the flag is not given,
+    the named size, or the model of the checkpoint, has the value.
+    """
 
     vocab_size: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int  # fewer than n_head: grouped-query attention (Ainslie et al. 2023)
-    d_model: int
-    d_ff: int
-    seq_len: int  # context length in tokens
+    n_layer: Annotated[int, "part", "number of blocks", (1, 10_000)]
+    n_head: Annotated[int, "part", "number of attention heads", (1, 10_000)]
+    # Grouped-query attention (Ainslie et al. 2023)
+    n_kv_head: Annotated[int, "part", "key and value heads; fewer than n_head: GQA", (1, 10_000)]
+    d_model: Annotated[int, "part", "width of the residual stream", (1, 1_000_000)]
+    d_ff: Annotated[int, "part", "hidden width of the MLP", (1, 10_000_000)]
+    seq_len: Annotated[int, "part", "tokens per sequence", (1,)]
     rope_theta: float = 10_000.0
     tied: bool = True  # the head shares the embedding's matrix (Press & Wolf 2017)
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
@@ -76,6 +81,22 @@ class ModelConfig:
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+
+
+# Fields that change what the weights mean, but not their names and shapes
+MEANINGS = ("n_head", "n_kv_head", "rope_theta", "rope_scaling", "norm_eps")
+
+
+def weights_fit(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models have the same weights, by their names and shapes, and their meaning."""
+    if any(getattr(one, name) != getattr(other, name) for name in MEANINGS):
+        return False
+    with torch.device("meta"):
+        shapes = [
+            {name: weight.shape for name, weight in Transformer(config).named_parameters()}
+            for config in (one, other)
+        ]
+    return shapes[0] == shapes[1]
 
 
 def check_fields(what: str, cls: type, fields: dict) -> None:
@@ -114,24 +135,13 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of the model; config.py explains the annotations.
-
-    A flag with the name of a field of ModelConfig overrides that field if it is given.
-    """
+    """The flags of the model, beside those of ModelConfig; config.py explains the annotations."""
 
     model: Annotated[
         Literal[tuple(SIZES)] | None,
         "part",
         "named size (default: tiny, or that of --init_from); --n_layer ... override its parts",
     ] = None
-    n_layer: Annotated[int | None, "part", "number of blocks", (1, 10_000)] = None
-    n_head: Annotated[int | None, "part", "number of attention heads", (1, 10_000)] = None
-    n_kv_head: Annotated[
-        int | None, "part", "key and value heads; fewer than n_head: GQA", (1, 10_000)
-    ] = None
-    d_model: Annotated[int | None, "part", "width of the residual stream", (1, 1_000_000)] = None
-    d_ff: Annotated[int | None, "part", "hidden width of the MLP", (1, 10_000_000)] = None
-    seq_len: Annotated[int | None, "part", "tokens per sequence", (1,)] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         "part",
@@ -140,6 +150,20 @@ class Settings:
     loss_chunks: Annotated[
         int | None, "free", "compute logits and loss in N chunks of tokens (default: by size)", (1,)
     ] = None
+
+
+def size_flags() -> type:
+    """The class of flags that override fields of ModelConfig: None unless they are given."""
+    flags = []
+    for name, hint in get_type_hints(ModelConfig, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, *metadata = get_args(hint)
+            flags.append((name, Annotated[(kind | None, *metadata)], None))
+    return dataclasses.make_dataclass("SizeFlags", flags, frozen=True, kw_only=True)
+
+
+SizeFlags = size_flags()
+SizeFlags.__module__ = __name__  # so that --help lists them as flags of this file
 
 
 @wrap_torch_function(lambda x: (x,))

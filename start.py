@@ -42,7 +42,7 @@ from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
 from errors import RunError, UsageError, is_at, is_deleted, plural, try_lock
 from log import has_evaluation, read_log, replace_file
-from model import ModelConfig
+from model import ModelConfig, weights_fit
 
 OPTIONAL = ("chunked_loss", "watchdog", "replicas")  # extras that a default turns on
 
@@ -379,9 +379,9 @@ def run_of(path: Path) -> Path:
 
 # What `find_changes` compares beside flags and the parts of the model
 FINGERPRINT, TOKENIZER, MESH = "the data's fingerprint", "the data's tokenizer", "the mesh"
-# The weights of a model fit no other model. They fit sequences of any length.
-SHAPE = {field.name for field in dataclasses.fields(ModelConfig)} - {"seq_len"}
-NOT_FLAGS = SHAPE | {"seq_len", FINGERPRINT, TOKENIZER, MESH}
+# Weights fit sequences of any length.
+MODEL = {field.name for field in dataclasses.fields(ModelConfig)} - {"seq_len"}
+NOT_FLAGS = MODEL | {"seq_len", FINGERPRINT, TOKENIZER, MESH}
 
 
 def compare(origin: Origin, run: Run, folder: data.TokenFolder) -> list[str]:
@@ -394,14 +394,17 @@ def compare(origin: Origin, run: Run, folder: data.TokenFolder) -> list[str]:
     if origin.path is None:
         return []
     changes = find_changes(origin, run, folder)
-    fixed = changes.keys() & (SHAPE | {"model"})
+    fits = weights_fit(origin.model_config, run.model_config)
+    fixed = changes.keys() & ({"model"} if fits else {"model"} | MODEL)
     parts = {name for name in changes if name not in FLAGS or FLAGS[name].kind == "part"} - {MESH}
+    if origin.only_weights:
+        parts -= MODEL  # for example the weight of a loss term
     refused = fixed if run.allow_changes else fixed | parts
     if not refused:
         return list(changes.values())
     lines = []
     for name in filter(refused.__contains__, changes):  # in the order of the flags
-        source = origin.sources.get(name) or (name in SHAPE and origin.sources.get("model"))
+        source = origin.sources.get(name) or (name in MODEL and origin.sources.get("model"))
         lines.append(f"{changes[name]} ({source})" if source else changes[name])
     does = "use the weights of" if origin.only_weights else "continue from"
     remedy = "change that back"
@@ -423,7 +426,7 @@ def find_changes(origin: Origin, run: Run, folder: data.TokenFolder) -> dict[str
         old[TOKENIZER] = tokenizer_of(origin.manifest)
     changes = {}
     for name in {**old, **new}:
-        if origin.only_weights and name not in SHAPE | {TOKENIZER}:
+        if origin.only_weights and name not in MODEL | {TOKENIZER}:
             continue
         before, now = old.get(name), new.get(name)
         if name not in old:  # a flag that the checkpoint's code did not have had its default

@@ -79,9 +79,10 @@ def test_a_field_of_the_model_gets_a_flag_with_one_line(tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     source = (tmp_path / "model.py").read_text()
-    line = '    tied: Annotated[bool | None, "part", "share the matrix"] = None\n'
-    before = "    n_layer: Annotated["
-    (tmp_path / "model.py").write_text(source.replace(before, line + before, 1))
+    line = "    tied: bool = True"
+    flag = '    tied: Annotated[bool, "part", "share the matrix"] = True'
+    assert source.count(line) == 1
+    (tmp_path / "model.py").write_text(source.replace(line, flag))
     code = """
 import config, data, dist
 machine, facts = dist.Machine(1, 1, "cpu", "", 10**9, False), data.DataFacts(257, "bytes", "")
