@@ -24,11 +24,10 @@ flag that is free.
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -39,12 +38,13 @@ import checkpoint
 import data
 import dist
 import errors
+import estimate
 import model
 import optim
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
-from model import SIZES, ModelConfig, Transformer
+from model import SIZES, ModelConfig, meta_model
 
 # --------------------------------------------------------------------------------------------------
 # The flags
@@ -396,6 +396,13 @@ def choose_what_fits(values: dict, machine: Machine, with_choices: Callable[...,
     one, and gradients that are averaged once a step before those averaged in every micro-batch.
     Returns the first run that fits, or else the last one. with_choices(strategy=...) returns a run.
     """
+    *others, last = possible_runs(values, machine, with_choices)
+    return next((run for run in others if fits(run)), last)
+
+
+def possible_runs(
+    values: dict, machine: Machine, with_choices: Callable[..., Run]
+) -> Iterator[Run]:
     strategies = possible_strategies(values, machine)
     for strategy in strategies:
         try:
@@ -407,18 +414,14 @@ def choose_what_fits(values: dict, machine: Machine, with_choices: Callable[...,
         for micro_batch_size in possible_micro_batches(values, run):
             run = with_choices(strategy=strategy, micro_batch_size=micro_batch_size)
             for grad_sync in possible_grad_syncs(values, run):
-                run = dataclasses.replace(run, grad_sync=grad_sync)
-                if fits(run):
-                    return run
-    return run
+                yield dataclasses.replace(run, grad_sync=grad_sync)
 
 
-USABLE = 0.8  # of the device's memory; `memory_of` does not count all
+USABLE = 0.8  # of the device's memory; the estimate does not count all
 
 
 def fits(run: Run) -> bool:
-    need = memory_of(run, run.model_config, run.machine)
-    return sum(need.values()) <= USABLE * run.machine.device_memory
+    return sum(estimate.memory_of(run).values()) <= USABLE * run.machine.device_memory
 
 
 def chosen_for_memory(run: Run) -> list[str]:
@@ -631,8 +634,7 @@ def choose_wrap(model_config: ModelConfig) -> str:
     Each message has a fixed cost, so small blocks are gathered together. A model that fits into one
     unit is gathered once per micro-batch.
     """
-    with torch.device("meta"):
-        net = Transformer(model_config)
+    net = meta_model(model_config)
     if 4 * net.parameter_count() <= UNIT_BYTES:
         return "none"
     block_bytes = 4 * sum(p.numel() for p in net.blocks[0].parameters())
@@ -685,64 +687,3 @@ LOGITS_SHARE = 0.1
 def logit_bytes(dtype: torch.dtype) -> int:
     """Return the bytes per logit: float32 value and gradient, and a copy if `dtype` is another."""
     return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)
-
-
-@functools.cache
-def parameters_of(model_config: ModelConfig) -> list[tuple[str, torch.Tensor, bool]]:
-    """The parameters of a model on the meta device: name, parameter, whether a block has it."""
-    with torch.device("meta"):
-        net = Transformer(model_config)
-    return [(name, weight, net.is_hidden(name)) for name, weight in net.named_parameters()]
-
-
-def memory_of(
-    flags: Config,
-    model_config: ModelConfig,
-    machine: Machine,
-    rules: Sequence[type] = (optim.AdamW,),
-) -> dict[str, int]:
-    """Estimate the bytes that a rank of `machine` needs, by part, with resolved flags.
-
-    `rules` are the update rules of optim.Optimizer. AdamW has the most slots.
-
-    Weights, gradients and optimizer are exact. Activations reach their peak before the gradients
-    do. Not counted are gathered weights, communication buffers and the process itself: tools.plan
-    rehearses a step to count them.
-    """
-    weights = gradients = optimizer = 0
-    # Until the last micro-batch, FSDP accumulates unsharded gradients: see dist.gradient_sync.
-    per_forward = flags.micro_batch_size * flags.dp_replicate * flags.dp_shard
-    accumulates_full = flags.grad_sync == "batch" and flags.global_batch_size > per_forward
-    for name, parameter, is_hidden in parameters_of(model_config):
-        # FSDP splits the rows of all parameters, and pads the last shards to the size of the first.
-        # tp splits only matrices.
-        tp = flags.tp if parameter.dim() > 1 else 1
-        columns = parameter.numel() // len(parameter)
-        local = math.ceil(len(parameter) / (flags.dp_shard * tp)) * columns
-        weights += 4 * local
-        gradients += 4 * (parameter.numel() // tp if accumulates_full else local)
-        arguments = name, parameter.shape, is_hidden
-        rule = next(rule for rule in rules if rule.takes(*arguments))
-        for shape in rule.slots(parameter.shape).values():
-            optimizer += 4 * (local if shape else 1)  # a slot is sharded like its parameter
-    dtype = getattr(torch, flags.dtype)
-    # bytes per token
-    block = model.activation_bytes_of_block(model_config, dtype, machine.device_type, flags.tp)
-    activations = {
-        "none": flags.n_layer * block,
-        "selective": flags.n_layer * block // 2,  # approximately
-        # The inputs of all blocks, and the activations of the block that is recomputed
-        "full": flags.n_layer * dtype.itemsize * flags.d_model // flags.tp + block,
-    }
-    tokens = flags.micro_batch_size * flags.seq_len
-    vocab_size = model_config.vocab_size // flags.tp  # of this rank
-    logits = logit_bytes(dtype) * tokens * vocab_size // flags.loss_chunks
-    if flags.loss_chunks > 1:
-        logits += 4 * flags.d_model * vocab_size  # the head's gradient, summed over the chunks
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations": tokens * activations[flags.activation_checkpointing],
-        "logits": logits,
-    }

@@ -149,7 +149,7 @@ class Log:
     out              the run folder
     run              the flags, or an object with the same attributes
     device           of this rank
-    flops_per_token  of the model, for mfu
+    flops_per_token  of the model, for mfu; None: unknown
     step, tokens     done before this start
     began            when this start began, on the clock of time.monotonic (default: now)
     send             called with each training row and evaluation, for a tracker
@@ -161,7 +161,7 @@ class Log:
         out: Path,
         run,
         device: torch.device,
-        flops_per_token: float,
+        flops_per_token: float | None,
         step: int = 0,
         tokens: int = 0,
         began: float | None = None,
@@ -244,7 +244,9 @@ class Log:
         seconds = end.seconds_since(begin)
         tokens_per_second = (end.tokens - begin.tokens) / seconds
         per_device = tokens_per_second / len(pending.values)
-        peak = self.run.peak_tflops
+        mfu = None
+        if self.flops_per_token and self.run.peak_tflops:
+            mfu = per_device * self.flops_per_token / (1e12 * self.run.peak_tflops)
         row = {
             "step": end.step,
             "tokens": end.tokens,
@@ -252,7 +254,7 @@ class Log:
             "step_time": seconds / (end.step - begin.step),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device * self.flops_per_token / (1e12 * peak) if peak else None,
+            "mfu": mfu,
         }
         self.write(row)
         # A process's first step allocates and may compile, so it cannot predict the time left.

@@ -1,4 +1,4 @@
-"""The decoder: a Llama-3-style transformer, its sizes, weights, FLOPs and generation.
+"""The decoder: a Llama-3-style transformer, its sizes, weights and generation.
 
 Every strategy runs the same arithmetic. Weights are in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them in it); each layer casts its weight to the dtype of its input.
@@ -91,12 +91,11 @@ def weights_fit(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two models have the same weights, by their names and shapes, and their meaning."""
     if any(getattr(one, name) != getattr(other, name) for name in MEANINGS):
         return False
-    with torch.device("meta"):
-        shapes = [
-            {name: weight.shape for name, weight in Transformer(config).named_parameters()}
-            for config in (one, other)
-        ]
-    return shapes[0] == shapes[1]
+    first, second = (
+        {name: weight.shape for name, weight in meta_model(config).named_parameters()}
+        for config in (one, other)
+    )
+    return first == second
 
 
 def check_fields(what: str, cls: type, fields: dict) -> None:
@@ -168,7 +167,7 @@ SizeFlags.__module__ = __name__  # so that --help lists them as flags of this fi
 
 @wrap_torch_function(lambda x: (x,))
 def is_gpu(x: Tensor) -> bool:
-    """Whether to use kernels for GPUs. The TorchFunctionMode of tools.plan overrides this."""
+    """Whether to use kernels for GPUs. A TorchFunctionMode of estimate.py overrides this."""
     return x.device.type != "cpu"
 
 
@@ -282,10 +281,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023).
-
-    If you change it, also change `flops_per_token`, `activation_bytes_of_block` and the tp plan.
-    """
+    """Causal grouped-query attention (Ainslie et al. 2023)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -337,22 +333,6 @@ class Block(nn.Module):
         # rope is passed by keyword, because the hooks of --tp split positional arguments.
         x = x + self.attention(self.attention_norm(x), rope=rope)
         return x + self.mlp(self.mlp_norm(x))
-
-
-def activation_bytes_of_block(c: ModelConfig, dtype: torch.dtype, device_type: str, tp: int) -> int:
-    """Return the bytes per token that a Block saves for backward on one rank of a tp group."""
-    on_cpu = device_type == "cpu"
-    d_kv = c.n_kv_head * c.d_model // c.n_head
-    if dtype == torch.float32 and not on_cpu:
-        d_kv = c.d_model  # k and v are repeated: see `causal_attention`
-    gathered = 2 * c.d_model  # elements of the outputs of both norms
-    # Split by tokens: the inputs of both norms, the output of attention. Split by heads: q, k, v
-    # and causal_attention(q, k, v). Split by hidden units: gate, up, silu(gate) and the product.
-    split = 5 * c.d_model + 2 * d_kv + 4 * c.d_ff
-    if on_cpu and c.seq_len <= CPU_KERNEL_ABOVE:
-        split += c.n_head * c.seq_len  # the scores, which `causal_attention` writes out
-    float32_copies = 2 * 2 * c.d_model if on_cpu else 0  # two for each norm
-    return dtype.itemsize * (gathered + split // tp) + 4 * float32_copies // tp
 
 
 class Head(Linear):
@@ -461,17 +441,11 @@ class Transformer(nn.Module):
         """Return the number of elements of all parameters, over all ranks."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return the training FLOPs per token (Chowdhery et al. 2022, appendix B).
 
-        Each weight costs a multiply and an add in forward, and twice that in backward.
-        """
-        weights = sum(p.numel() for p in self.parameters() if p.dim() > 1)  # in matrix products
-        if not self.config.tied:
-            weights -= self.embed.weight.numel()  # only looked up
-        keys = seq_len / 2  # a token's keys, on average: the causal mask hides the other half
-        attention = 2 * self.config.n_layer * self.config.d_model * keys  # scores, then values
-        return 6 * (weights + attention)
+def meta_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Return a model on the meta device, where it needs no memory."""
+    with torch.device("meta"):
+        return Transformer(config, dtype)
 
 
 @contextlib.contextmanager

@@ -31,11 +31,12 @@ import checkpoint
 import config
 import data
 import dist  # ours; torch's is spelled torch.distributed
+import estimate
 import optim
 from config import Run
 from dist import progress
 from log import Diverged, Log, is_due, read_starts, say
-from model import Sampling, Transformer, eval_mode, generate
+from model import Sampling, Transformer, eval_mode, generate, meta_model
 from start import Start, describe_evaluation, local_train_indices, start_run, write_config
 
 
@@ -225,8 +226,7 @@ def build(
 
 def empty_model(run: Run) -> Transformer:
     """Return the model on the meta device, where it needs no memory."""
-    with torch.device("meta"):
-        model = Transformer(run.model_config, run.compute_dtype)
+    model = meta_model(run.model_config, run.compute_dtype)
     if run.loss_chunks > 1:
         errors.need_extra("chunked_loss", f"--loss_chunks {run.loss_chunks}")
         from extras.chunked_loss import ChunkedLoss
@@ -339,7 +339,7 @@ def open_log(state: State, run: Run, start: Start) -> Log:
                 send = open_tracker(out, run.manifest["config"], read_starts(out))
     dist.on_rank0(write_config, run)
     is_lost = start.lock.is_lost if start.lock else None
-    flops_per_token = state.decoder.flops_per_token(run.seq_len)
+    flops_per_token = estimate.flops_per_token(run.model_config)
     since = (state.step, state.tokens, start.began)
     log = Log(out, run, start.world.device, flops_per_token, *since, send, is_lost)
     log.start(dist.describe_ranks(start.world) | run.manifest | {"notes": start.notes})
@@ -560,10 +560,12 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
             f"data    {part.folder.path}: {len(part):,} sequences; "
             f"{run.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
         )
-    memory = config.memory_of(run, run.model_config, run.machine, update_rules(run))
+    memory = estimate.memory_of(run, update_rules(run))
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items() if size)
     total = sum(memory.values())
     lines.append(f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB")
+    if "activations" not in memory:
+        lines.append("        and activations, which are unknown: the model needs values to run")
     lines += indented(describe_defaults(run))
     lines += indented(f"passed over {path}: {why}" for path, why in origin.damaged.items())
     how = "a new run with the weights of" if origin.only_weights else "continuing from"

@@ -9,7 +9,7 @@ import torch
 from conftest import build_run, resolve
 
 import dist
-from config import memory_of
+from estimate import memory_of
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,6 @@ def test_auto_chooses_the_first_strategy_that_fits(size, local_size, strategies)
     text = "--global_batch_size 16 --micro_batch_size 1"
     ranks = {"world_size": size, "local_size": local_size}
     ddp = resolve(f"{text} --strategy ddp", **ranks)
-    need = sum(memory_of(ddp, ddp.model_config, ddp.machine).values())
+    need = sum(memory_of(ddp).values())
     found = [resolve(text, **ranks, device_memory=room) for room in (2 * need, need, 1)]
     assert [run.strategy for run in found] == strategies

@@ -11,13 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_model, build_run, listen, rows, train_step
+from conftest import build_run, listen, rows, train_step
 from test_train import signal_in_step_2
 
 import dist
 import log as logs
 import train
 from config import Config
+from estimate import flops_per_token
 from log import Appender, Diverged, Log
 from model import ModelConfig
 
@@ -419,7 +420,7 @@ def test_mfu_uses_the_known_peak_or_peak_tflops(on_ranks, tmp_path):
         folder = tmp_path / name.split()[0]
         config = ModelConfig(**logs.read_starts(folder)[0]["model"])
         (row,) = rows(folder)
-        flops = row["tokens_per_second"] * build_model(config).flops_per_token(config.seq_len)
+        flops = row["tokens_per_second"] * flops_per_token(config)
         of_peak = peak and pytest.approx(flops / (2 * peak))  # both devices at their peak
         assert row["mfu"] == of_peak
         assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Modules with an underscore are private. torch has no public fake tensors or fake process group,
@@ -33,15 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, debug
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import dist
-import model
 import optim
+from estimate import ATTENTION, attention_flops, choose_kernels
 from extras.profile import CommunicationCounter, Traffic
 from tools import common
 from tools.common import Run
@@ -172,7 +170,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     recorder = Recorder(fakes)
     net = common.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
-        choose_gpu_kernels(net)
+        choose_kernels(net, on_gpu=True)
     with fakes, recorder, no_garbage_collection():
         state = common.build(run, mesh, net, init_weights=False)
         state.step = 1
@@ -312,15 +310,7 @@ class Collectives(CommunicationCounter):
         traffic.bytes += self.recorder.times * size
 
 
-# CPU attention operators, which torch's flop_counter does not count
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def attention_product(q: Tensor, k: Tensor) -> int:
-    """FLOPs of one product with the scores (B, H, T, T); a causal kernel computes half."""
-    B, H, T, d_head = q.shape
-    return 2 * B * H * T * k.size(2) * d_head // 2
 
 
 # Operators that read only a few elements of their first operand
@@ -499,10 +489,12 @@ class Recorder(TorchDispatchMode):
         packet = function.overloadpacket
         repeated = 0.0
         if packet is ATTENTION:
-            flops = 2 * attention_product(*args[:2])
+            q, k, *options = args
+            flops = attention_flops(q.shape, k.shape, *options, **kwargs)
         elif packet is ATTENTION_BACKWARD:
             # The gradients of q, k, v and the scores, and once more the scores, which were not kept
-            repeated = attention_product(*args[1:3])
+            _, q, k, v, _, _, *options = args
+            repeated = attention_flops(q.shape, k.shape, v, *options, **kwargs) // 2
             flops = 5 * repeated
         elif formula := flop_registry.get(packet):
             flops = formula(*args, **kwargs, out_val=result)
@@ -617,55 +609,3 @@ def is_real(args, kwargs) -> bool:
     if not tensors:
         return kwargs.get("dtype") == torch.int32
     return "device" not in kwargs or kwargs["device"] == tensors[0].device
-
-
-# --------------------------------------------------------------------------------------------------
-# What a GPU allocates
-
-
-def choose_gpu_kernels(net: nn.Module) -> None:
-    """Make the model allocate on the CPU what it would allocate on a GPU.
-
-    On a GPU, a norm is one kernel, and so is attention for any length. The CPU's attention keeps as
-    much for backward (q, k, v, the result, and a number per token and head), and like cuDNN it
-    returns the result in q's layout.
-    """
-    kernels = GpuKernels()
-    # In hooks: autograd switches modes off in backward, where a block may be computed again.
-    for module in net.modules():
-        if isinstance(module, model.Attention | model.Embedding | model.RMSNorm):
-            module.register_forward_pre_hook(kernels.enter)
-            module.register_forward_hook(kernels.leave, always_call=True)
-
-
-class GpuKernels(TorchFunctionMode):
-    """Replaces the functions by which the model chooses a kernel."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is model.is_gpu:
-            return True
-        if function is F.rms_norm:
-            return FusedRMSNorm.apply(args[0], kwargs["weight"])
-        return function(*args, **kwargs)
-
-    def enter(self, *_) -> None:
-        self.__enter__()
-
-    def leave(self, *_) -> None:
-        self.__exit__(None, None, None)
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """Allocates what the GPU's kernel does, whose operator has no CPU implementation."""
-
-    @staticmethod
-    def forward(context, x: Tensor, weight: Tensor) -> Tensor:
-        rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)  # 1 / rms of each token
-        context.save_for_backward(x, weight, rstd)
-        return x * weight
-
-    @staticmethod
-    def backward(context, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = context.saved_tensors
-        return grad * x, torch.empty_like(weight)
