@@ -14,7 +14,7 @@ import torch
 import checkpoint
 import dist
 import errors
-from model import ModelConfig, Sampling, Transformer, generate
+from model import ModelConfig, Sampling, Transformer, generate, meta_model
 from start import newest_checkpoint, read_model
 from text import tokenizer
 
@@ -48,11 +48,10 @@ def read_trained(path: Path) -> Trained:
 
 def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transformer:
     """Load the model of a checkpoint in float32. Raises CheckpointError."""
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = meta_model(config)
     model.to_empty(device=device)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    checkpoint.load_state(path, {"model": weights})
+    checkpoint.load_weights(path, weights)
     return model
 
 

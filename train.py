@@ -251,14 +251,15 @@ def load(state: State, start: Start) -> None:
     state.step, state.tokens = origin.step, origin.tokens
     if origin.path is None:
         return
-    weights = {"model": state.tensors["model"]}
+    options = {
+        "replicas": start.mesh.get_group("dp_replicate"),
+        "progress": lambda: progress.report(state.step, "loading", is_slow=True),
+    }
     with dist.raise_on_all_ranks():
-        checkpoint.load_state(
-            origin.path,
-            weights if origin.only_weights else state.tensors,
-            replicas=start.mesh.get_group("dp_replicate"),
-            progress=lambda: progress.report(state.step, "loading", is_slow=True),
-        )
+        if origin.only_weights:
+            checkpoint.load_weights(origin.path, state.tensors["model"], **options)
+        else:
+            checkpoint.load_state(origin.path, state.tensors, **options)
 
 
 class MicroBatches:

@@ -21,7 +21,7 @@ import torch
 import checkpoint
 import errors
 from errors import UsageError
-from model import ModelConfig, RopeScaling, Transformer
+from model import ModelConfig, RopeScaling, meta_model
 from sample import read_trained
 from text import tokenizer
 from tools import common
@@ -62,9 +62,7 @@ def hf_name(name: str) -> str:
 
 def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the names and shapes of the model's weights, as meta tensors without values."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    return dict(model.named_parameters())
+    return dict(meta_model(config).named_parameters())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,15 +107,16 @@ def write_json(file: Path, contents: dict) -> None:
 def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> None:
     """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
     reader = checkpoint.Reader(path)
+    prefix = checkpoint.weights_in(path)
     layout = {}
     ours = {}  # name in Hugging Face's Llama -> name in the checkpoint
     for name, weight in weights.items():
-        saved = reader.tensors.get(f"model.{name}")
+        saved = reader.tensors.get(f"{prefix}.{name}")
         if saved is None or saved.full.shape != weight.shape:
-            problem = f"no model.{name} of {weight.shape}"
+            problem = f"no {prefix}.{name} of {weight.shape}"
             raise checkpoint.CheckpointError(f"cannot read {path}: {problem}")
         layout[hf_name(name)] = weight
-        ours[hf_name(name)] = f"model.{name}"
+        ours[hf_name(name)] = f"{prefix}.{name}"
 
     def read(name: str) -> torch.Tensor:
         return read_full(reader, ours[name]).float()
