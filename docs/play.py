@@ -177,7 +177,7 @@ def find_bug(bug: Block, shows: Block, folder: Path) -> list[int]:
     file = bug.place.split(":")[0]
     _, without = run(shows.text, folder, f", without bug {bug.name}")
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    subprocess.run(["git", "apply"], input=bug.text, cwd=folder, text=True, check=True)
+    subprocess.run(["git", "apply", f"docs/bugs/{bug.name}.patch"], cwd=folder, check=True)
     _, output = run(shows.text, folder, f", with bug {bug.name}")
     more, tries, source = iter(hints(bug, without, output)), 1, (folder / file).read_text()
     question = f"Which function of {file} is wrong? (Enter: the solution) "

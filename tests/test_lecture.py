@@ -115,7 +115,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
 def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> list[str]:
     """Run the blocks in order, in a copy of the project. Return the problems."""
     here = copy(project, tmp / "chapter")
-    bugs = {block.name: block.text for block in blocks if block.kind == "bug"}
+    bugs = {block.name: block for block in blocks if block.kind == "bug"}
     wrong = []
     for block in blocks:
         start = time.monotonic()
@@ -142,8 +142,12 @@ def run_chapter(blocks: list[Block], project: Path, tmp: Path) -> list[str]:
     return wrong
 
 
-def plant(diff: str, folder: Path, *options: str) -> None:
-    subprocess.run(["git", "apply", *options, "-"], input=diff, cwd=folder, text=True, check=True)
+def patch_of(bug: Block) -> Path:
+    return ROOT / f"docs/bugs/{bug.name}.patch"
+
+
+def plant(bug: Block, folder: Path, *options: str) -> None:
+    subprocess.run(["git", "apply", *options, patch_of(bug)], cwd=folder, check=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,17 +166,27 @@ LECTURE_BLOCKS = [block for blocks in LECTURE.values() for block in blocks]
 BUGS = [block for block in LECTURE_BLOCKS if block.kind == "bug"]
 
 
+def lines_of(diff: str, *marks: str) -> list[str]:
+    return [line for line in diff.splitlines() if line[:1] in marks and line[:3] not in HEADER]
+
+
+HEADER = ("---", "+++")
+
+
 def test_each_bug_has_a_patch_and_an_output():
-    bugs = {bug.name: bug.text for bug in BUGS}
-    assert [*bugs] == [block.name for block in LECTURE_BLOCKS if block.kind == "shows bug"]
-    assert bugs == {path.stem: path.read_text() for path in ROOT.glob("docs/bugs/*.patch")}
+    assert [bug.name for bug in BUGS] == [b.name for b in LECTURE_BLOCKS if b.kind == "shows bug"]
+    assert {bug.name for bug in BUGS} == {path.stem for path in ROOT.glob("docs/bugs/*.patch")}
+    for bug in BUGS:  # the lecture shows less of what has not changed
+        patch = patch_of(bug).read_text()
+        assert lines_of(bug.text, "+", "-") == lines_of(patch, "+", "-")
+        assert {*lines_of(bug.text, " ")} <= {*lines_of(patch, " ")}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_changes_the_function_of_its_mark(bug, tmp_path):
     file, name = bug.place.split(":")
     shutil.copyfile(ROOT / file, tmp_path / Path(file).name)
-    plant(bug.text, tmp_path, f"-p{1 + file.count('/')}")
+    plant(bug, tmp_path, f"-p{1 + file.count('/')}")
     before, after = (folder.read_text() for folder in (ROOT / file, tmp_path / Path(file).name))
     lines = zip(before.splitlines(), after.splitlines())
     first = next(i for i, (a, b) in enumerate(lines, start=1) if a != b)
@@ -216,13 +230,9 @@ As [summed](one.md), **twice** 12.
 
 <!-- bug 1 one.py:total -->
 ```diff
---- a/one.py
-+++ b/one.py
-@@ -1,3 +1,3 @@
  def total():
 -    return 24.0
 +    return 12.0
- print("sent", total())
 ```
 <details><summary>Answer</summary>Half is lost.
 
@@ -237,6 +247,16 @@ sent 12.0
 """
 
 
+BUG = """--- a/one.py
++++ b/one.py
+@@ -1,3 +1,3 @@
+ def total():
+-    return 24.0
++    return 12.0
+ print("sent", total())
+"""
+
+
 def play(project: Path, folder: Path, *arguments: str) -> subprocess.Popen:
     """Start docs.play, with its temporary folder in `folder`."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -248,8 +268,9 @@ def play(project: Path, folder: Path, *arguments: str) -> subprocess.Popen:
 def test_play_guides_a_reader_through_a_lesson(tmp_path):
     project = tmp_path / "project"
     (project / "tokens/python").mkdir(parents=True)
-    (project / "docs").mkdir()
+    (project / "docs/bugs").mkdir(parents=True)
     shutil.copy(ROOT / "docs/play.py", project / "docs")
+    (project / "docs/bugs/1.patch").write_text(BUG)
     (project / "docs/lecture.md").write_text(LESSON)
     source = 'def total():\n    return 24.0\nprint("sent", total())\ndef other(): ...\n'
     (project / "one.py").write_text(source)
