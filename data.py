@@ -18,20 +18,20 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 
 class DataError(ValueError):
@@ -80,7 +80,47 @@ def window_of(n: int, windows: int, seed: int) -> int:
             return n
 
 
-class TokenDataset(Dataset):
+class Source(Protocol):
+    """What a run reads. A TokenFolder is one, and so is the mixture of extras/mixture.py.
+
+    For other data, write such a class, and return an object of it from start.open_data. Sequence n
+    must be a function of the seed and n. A stream without random access is not supported: a run
+    that continues, perhaps on other ranks, would have to read all sequences before its own again.
+    """
+
+    vocab_size: int  # token ids are below it
+    tokenizer: str | None  # bytes, gpt2 or the path of a tokenizer.json; None: unknown
+    tokenizer_file: dict[str, bytes]  # {name: contents} to copy into checkpoints, or empty
+    fingerprint: str  # differs for other tokens
+
+    def open(self, split: str, seq_len: int, seed: int | None) -> "Sequences":
+        """Return the sequences of "train" or "val", shuffled if there is a seed."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, unless there is a tokenizer_file, which decodes them."""
+
+
+class Sequences(Protocol):
+    """One split of a source."""
+
+    bytes_per_token: float  # of its text, for bits per byte; nan: unknown
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        """Return a batch (B, T + 1) in int64. Threads call it. Raises DataError."""
+
+    def describe(self, n: int) -> Iterator[str]:
+        """Yield lines about reading n sequences, for the start of a run."""
+
+    def place_of(self, n: int) -> str:
+        """Return where sequence n is from, for tools.replay."""
+
+    def raise_if_changed(self) -> None:
+        """Raise DataChanged if what was opened was written to."""
+
+
+class TokenDataset:
     """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
 
     With a seed, the windows of each epoch are permuted. Without one (the validation split),
@@ -106,23 +146,31 @@ class TokenDataset(Dataset):
                 f"--seq_len {seq_len} needs {seq_len + 1:,}"
             )
 
-    @property
-    def parts(self) -> list["TokenDataset"]:
-        """Only this one; a mixture has several."""
-        return [self]
-
     def __len__(self) -> int:
         return self.n_windows
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation split; nan if its meta.json lacks val_bytes."""
+        size = self.folder.val_bytes
+        return size / len(self.folder.tokens("val")) if size else math.nan
+
+    def describe(self, n: int) -> Iterator[str]:
+        epochs = n / len(self)
+        yield f"{self.folder.path}: {len(self):,} sequences; the run reads {epochs:.2f} epochs"
+
+    def place_of(self, n: int) -> str:
+        return f"{self.folder.path} at token {self.window(n) * self.seq_len}"
+
+    def window(self, n: int) -> int:
+        return n if self.seed is None else window_of(n, self.n_windows, self.seed)
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
         # Mapping the file for each batch would take twice as long. pread needs no position, which
         # threads would share.
         for row, n in zip(batch, indices):
-            window = n
-            if self.seed is not None:
-                window = window_of(n, self.n_windows, self.seed)
-            start = window * self.seq_len * batch.itemsize
+            start = self.window(n) * self.seq_len * batch.itemsize
             with as_data_changed(self.file):
                 size = os.preadv(self.descriptor, [row], start)
             if size < row.nbytes:
@@ -153,21 +201,6 @@ def as_data_changed(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataChanged(f"{file} can no longer be read: {error.strerror}; {RESTORE}") from None
-
-
-def open_dataset(
-    folders: list["TokenFolder"],
-    split: str,
-    seq_len: int,
-    seed: int | None,
-    mix: Callable[[list[TokenDataset]], Dataset] | None = None,
-) -> TokenDataset:
-    """Return the sequences of "train" or "val". Raises DataError.
-
-    mix(parts) joins the sequences of several folders: see extras/mixture.py.
-    """
-    parts = [TokenDataset(folder, split, seq_len, seed) for folder in folders]
-    return parts[0] if len(parts) == 1 else mix(parts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,7 +241,7 @@ AHEAD = 4  # batches, each read by a thread: a file system may answer slowly, bu
 
 
 def read_ahead(
-    dataset: Dataset, indices: Iterable[list[int]], pin: bool = False
+    dataset: Sequences, indices: Iterable[list[int]], pin: bool = False
 ) -> Iterator[Tensor]:
     """Yield the batch for each list in `indices`, in order, while threads read the next ones.
 
@@ -240,7 +273,6 @@ class TokenFolder:
     # The tokenizer's file as {name: contents}, to copy into checkpoints; empty if there is none
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
     val_bytes: int = 0  # size of the text in val.bin; 0: unknown
-    share: int = 1000  # of the sequences of a mixture, in thousandths
 
     @property
     def tokenizer(self) -> str | None:
@@ -253,6 +285,10 @@ class TokenFolder:
     def vocabulary(self) -> tuple:
         """The meaning of an id, whatever the folder's path: equal for all folders of a mixture."""
         return self.vocab_size, self.tokenizer_name, self.tokenizer_file
+
+    def open(self, split: str, seq_len: int, seed: int | None) -> TokenDataset:
+        """Return the sequences of "train" or "val". Raises DataError."""
+        return TokenDataset(self, split, seq_len, seed)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens of a built-in tokenizer; without a known one, their ids."""
@@ -276,13 +312,12 @@ class DataFacts:
 
     vocab_size: int
     tokenizer: str | None  # its name, as recorded in checkpoints
-    fingerprint: str  # of all folders
+    fingerprint: str
 
 
-def facts_of(folders: list[TokenFolder]) -> DataFacts:
-    """Return the facts of one folder, or of the folders of a mixture, which share a vocabulary."""
-    fingerprint = ", ".join(folder.fingerprint for folder in folders)
-    return DataFacts(folders[0].vocab_size, folders[0].tokenizer_name, fingerprint)
+def facts_of(source: Source) -> DataFacts:
+    name = source.tokenizer and Path(source.tokenizer).name
+    return DataFacts(source.vocab_size, name, source.fingerprint)
 
 
 SHARE = re.compile(r"(.+):(-?\d*\.?\d+)")  # DIR:SHARE

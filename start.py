@@ -54,9 +54,9 @@ class Start:
     world: dist.World
     mesh: DeviceMesh
     origin: "Origin"
-    folders: list[data.TokenFolder]
-    train_data: data.TokenDataset
-    val_data: data.TokenDataset
+    source: data.Source
+    train_data: data.Sequences
+    val_data: data.Sequences
     val_batches: list[tuple[int, Tensor]]  # of this rank: (sequences that count, (B, T + 1))
     is_evaluated: bool = False  # whether the log has an evaluation of the origin's step
     notes: list[str] = field(default_factory=list)  # lines to print
@@ -88,31 +88,28 @@ def start_run(
     origin = find_origin(argv, world)
     machine = dist.find_machine(world)
     mixture = load_mixture() if data.names_mixture(origin.given.data) else None
-    folders = open_data(origin.given.data, mixture)
-    notes = compare_ranks(argv, folders)
-    facts = data.facts_of(folders)
+    source = open_data(origin.given.data, mixture)
+    notes = compare_ranks(argv, source)
+    facts = data.facts_of(source)
     deleted = [name for name in OPTIONAL if is_deleted(name)]
     rest = origin.kept, origin.model_config, deleted
     run = dist.on_rank0(config.resolve, origin.given, machine, facts, *rest)
-    changes = dist.on_rank0(compare, origin, run, folders[0])
+    changes = dist.on_rank0(compare, origin, run, source)
     notes += [f"changed: {change}" for change in changes]
     notes += describe_learning_rate(run, origin)
     # Refuse hardware that only emulates bfloat16, unless --dtype was given.
     if run.dtype == "bfloat16" and not run.eval_only and origin.given.dtype == "auto":
         with dist.raise_on_all_ranks():
             dist.refuse_emulated_bfloat16(world)
-    start = open_start(run, origin, folders, world, mixture)
+    start = open_start(run, origin, source, world)
     return run, dataclasses.replace(start, notes=notes, lock=lock, began=began)
 
 
-def open_start(
-    run: Run, origin: "Origin", folders: list[data.TokenFolder], world: dist.World, mixture=None
-) -> Start:
+def open_start(run: Run, origin: "Origin", source: data.Source, world: dist.World) -> Start:
     """Create the mesh of a run and open its data on this rank. All ranks call it."""
     mesh = dist.make_mesh(world, run.mesh_shape)
-    mix = mixture.Mixture if mixture else None
-    train_data = data.open_dataset(folders, "train", run.seq_len, run.seed, mix)
-    val_data = data.open_dataset(folders, "val", run.seq_len, None, mix)
+    train_data = source.open("train", run.seq_len, run.seed)
+    val_data = source.open("val", run.seq_len, None)
     val_indices = local_val_indices(run, mesh, len(val_data))
     val_batches = []
     with dist.raise_on_all_ranks():  # read once: a damaged file ends the run before its first step
@@ -126,7 +123,7 @@ def open_start(
     refuse_shared_sequences(mesh, itertools.chain.from_iterable(first_indices))
     is_evaluated = dist.on_rank0(has_evaluation, Path(run.out), origin.step)
     return Start(
-        world, mesh, origin, folders, train_data, val_data, val_batches, is_evaluated=is_evaluated
+        world, mesh, origin, source, train_data, val_data, val_batches, is_evaluated=is_evaluated
     )
 
 
@@ -180,14 +177,7 @@ def describe_learning_rate(run: Run, origin: "Origin") -> Iterator[str]:
 
 def describe_evaluation(run: Run, start: Start, val_loss: float) -> str:
     """Return the line of --eval_only for `val_loss`, in nats per token."""
-    parts = start.val_data.parts
-    bytes_per_token = 0.0
-    for part in parts:
-        mean = part.folder.val_bytes / len(part.folder.tokens("val"))
-        bytes_per_token += part.folder.share / 1000 * mean
-    bits = math.nan  # if a meta.json lacks val_bytes
-    if all(part.folder.val_bytes for part in parts):
-        bits = val_loss / math.log(2) / bytes_per_token
+    bits = val_loss / math.log(2) / start.val_data.bytes_per_token
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     count = min(run.eval_sequences, len(start.val_data))
     return (
@@ -384,16 +374,16 @@ MODEL = {field.name for field in dataclasses.fields(ModelConfig)} - {"seq_len"}
 NOT_FLAGS = MODEL | {"seq_len", FINGERPRINT, TOKENIZER, MESH}
 
 
-def compare(origin: Origin, run: Run, folder: data.TokenFolder) -> list[str]:
+def compare(origin: Origin, run: Run, source: data.Source) -> list[str]:
     """Return a line for each difference between the checkpoint's run and this start's `run`.
 
-    `folder` is the first one of the run's data. Raises UsageError for a changed part of the run
-    without --allow_changes, and for a model that the weights do not fit. If a start uses only the
-    weights, only the model and the tokenizer are compared.
+    Raises UsageError for a changed part of the run without --allow_changes, and for a model that
+    the weights do not fit. If a start uses only the weights, only the model and the tokenizer are
+    compared.
     """
     if origin.path is None:
         return []
-    changes = find_changes(origin, run, folder)
+    changes = find_changes(origin, run, source)
     fits = weights_fit(origin.model_config, run.model_config)
     fixed = changes.keys() & ({"model"} if fits else {"model"} | MODEL)
     parts = {name for name in changes if name not in FLAGS or FLAGS[name].kind == "part"} - {MESH}
@@ -417,11 +407,11 @@ def compare(origin: Origin, run: Run, folder: data.TokenFolder) -> list[str]:
     raise UsageError(f"cannot {does} {origin.path}: {', '.join(lines)}; {remedy}")
 
 
-def find_changes(origin: Origin, run: Run, folder: data.TokenFolder) -> dict[str, str]:
+def find_changes(origin: Origin, run: Run, source: data.Source) -> dict[str, str]:
     """Return a line for each property of the run that differs from the checkpoint's, by name."""
     old = properties(origin.manifest) | dataclasses.asdict(origin.model_config)
     new = properties(run.manifest) | run.manifest["model"]
-    new[TOKENIZER] = describe_tokenizer(folder.tokenizer_name, crc32_of(folder))
+    new[TOKENIZER] = describe_tokenizer(run.data_facts.tokenizer, crc32_of(source))
     if "tokenizer" in origin.manifest:  # other programs than train.py may call save_state
         old[TOKENIZER] = tokenizer_of(origin.manifest)
     changes = {}
@@ -462,9 +452,9 @@ def tokenizer_of(manifest: dict) -> str:
     return describe_tokenizer(name, manifest["files"].get(name, {}).get("crc32"))
 
 
-def crc32_of(folder: data.TokenFolder) -> str | None:
-    """Return the checksum of the folder's tokenizer file, if it has one."""
-    for contents in folder.tokenizer_file.values():
+def crc32_of(source: data.Source) -> str | None:
+    """Return the checksum of the source's tokenizer file, if it has one."""
+    for contents in source.tokenizer_file.values():
         return f"{zlib.crc32(contents):08x}"
     return None
 
@@ -480,8 +470,8 @@ def describe_tokenizer(name: str | None, crc32: str | None) -> str:
 # The data
 
 
-def open_data(path: str, mixture=None) -> list[data.TokenFolder]:
-    """Open the folders of --data on all ranks, and prepare the built-in data if it is missing.
+def open_data(path: str, mixture=None) -> data.Source:
+    """Open --data on all ranks, and prepare the built-in data if it is missing.
 
     `mixture` is the module extras.mixture if there are several. Raises the errors of data.py,
     extras.mixture and text.tokenizer on all ranks.
@@ -489,17 +479,15 @@ def open_data(path: str, mixture=None) -> list[data.TokenFolder]:
     if path == FLAGS["data"].default:
         dist.on_rank0(prepare_builtin, Path(path))
     with dist.raise_on_all_ranks():
-        folders = mixture.open_folders(path) if mixture else [data.open_folder(Path(path))]
-        folder = folders[0]
+        source = mixture.open_mixture(path) if mixture else data.open_folder(Path(path))
         # Most token folders have no tokenizer.json, and a run without text/ cannot check one.
         can_check = Path(__file__).with_name("text").is_dir()
-        if torch.distributed.get_rank() == 0 and folder.tokenizer_file and can_check:
+        if torch.distributed.get_rank() == 0 and source.tokenizer_file and can_check:
             from text import tokenizer
 
-            tokenizer.find_in_folder(
-                folder.path.absolute(), folder.tokenizer_name, folder.vocab_size
-            )
-    return folders
+            file = Path(source.tokenizer)
+            tokenizer.find_in_folder(file.parent, file.name, source.vocab_size)
+    return source
 
 
 def prepare_builtin(path: Path) -> None:
@@ -514,15 +502,14 @@ def prepare_builtin(path: Path) -> None:
 # What all ranks must agree on
 
 
-def compare_ranks(argv: list[str], folders: list[data.TokenFolder]) -> list[str]:
+def compare_ranks(argv: list[str], source: data.Source) -> list[str]:
     """Return a line for each rank that was started with other flags or code than rank 0.
 
     All ranks use rank 0's flags. All ranks call it; it raises UsageError on all of them if a rank
     has other data.
     """
     typed = hashlib.sha256(json.dumps(argv).encode()).hexdigest()
-    fingerprint = data.facts_of(folders).fingerprint
-    ranks = dist.on_all_ranks(lambda: (typed, source_hash(), fingerprint))
+    ranks = dist.on_all_ranks(lambda: (typed, source_hash(), source.fingerprint))
     lines = []
     for rank, (other_typed, other_source, other_fingerprint) in enumerate(ranks):
         if other_fingerprint != ranks[0][2]:

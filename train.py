@@ -276,7 +276,7 @@ class MicroBatches:
         self.device = start.world.device
         is_cuda = self.device.type == "cuda"
         self.batches = data.read_ahead(start.train_data, indices, pin=is_cuda)
-        self.files = start.train_data.parts
+        self.data = start.train_data
         self.error: data.DataError | None = None
         self.batch: Tensor | None = None
         self.run = run
@@ -313,8 +313,7 @@ class MicroBatches:
     def compare_files(self) -> None:
         """Set `error` if a file was written to since the start."""
         try:
-            for file in self.files:
-                file.raise_if_changed()
+            self.data.raise_if_changed()
         except data.DataError as error:
             self.error = self.error or error
 
@@ -350,7 +349,7 @@ def open_log(state: State, run: Run, start: Start) -> Log:
 def open_saver(run: Run, start: Start) -> checkpoint.Saver:
     origin = start.origin
     verified = None if origin.only_weights else origin.path
-    files = start.folders[0].tokenizer_file, verified
+    files = start.source.tokenizer_file, verified
     keep = Path(run.out), run.keep_last, run.keep_every
     if not run.async_save:
         return checkpoint.Saver(*keep, dist.on_all_ranks, *files)
@@ -442,11 +441,11 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
 
 def print_sample(state: State, run: Run, start: Start) -> None:
     """Print how the model continues the start of the validation set. All ranks call it."""
-    folder = start.folders[0]
+    source = start.source
     (sequence,) = start.val_data[[0]].tolist()
     tokens = sequence[: max(1, run.seq_len // 4)]
     size = dict(
-        seq_len=run.seq_len, vocab_size=folder.vocab_size, device=start.world.device, tp=run.tp
+        seq_len=run.seq_len, vocab_size=source.vocab_size, device=start.world.device, tp=run.tp
     )
     sampling = Sampling(temperature=0.8)
     # The run is complete, so exit_status=0, and an error is only part of what is printed.
@@ -455,12 +454,12 @@ def print_sample(state: State, run: Run, start: Start) -> None:
         for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
             tokens.append(token)
             progress.report(state.step, "sampling", is_slow=True, exit_status=0)
-        if folder.tokenizer_file:
+        if source.tokenizer_file:
             from text import tokenizer
 
-            text = "".join(tokenizer.decode(folder.tokenizer, tokens))
+            text = "".join(tokenizer.decode(source.tokenizer, tokens))
         else:
-            text = folder.decode(tokens)
+            text = source.decode(tokens)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         text = f"no text: {reason}; run python sample.py --run {run.out} instead"
@@ -553,14 +552,8 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
             "        --compile is off: according to tools.plan, elementwise operations, which it "
             "fuses, take 22% of a step of llama3-8b on 64 H100s and 41% of gpt2-124m on 8 A100s"
         )
-    for part in start.train_data.parts:
-        share = part.folder.share / 1000
-        epochs = share * run.max_steps * run.global_batch_size / len(part)
-        of_mixture = f" at a share of {share:g}" if share < 1 else ""
-        lines.append(
-            f"data    {part.folder.path}: {len(part):,} sequences; "
-            f"{run.max_steps:,} steps read {epochs:.2f} epochs{of_mixture}"
-        )
+    for line in start.train_data.describe(run.max_steps * run.global_batch_size):
+        lines.append(f"data    {line}")
     memory = estimate.memory_of(run, update_rules(run))
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items() if size)
     total = sum(memory.values())

@@ -5,29 +5,60 @@ that continues read the same data. It costs nothing per step. To remove it, dele
 train.load_mixture.
 """
 
-import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from data import SHARE, DataError, TokenDataset, TokenFolder, open_folder
 
 
-def open_folders(data: str) -> list[TokenFolder]:
+@dataclass(frozen=True)
+class MixedFolders:
+    """A data.Source: several folders with one tokenizer, and their shares in thousandths."""
+
+    folders: list[TokenFolder]
+    shares: list[int]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.folders[0].vocab_size
+
+    @property
+    def tokenizer(self) -> str | None:
+        return self.folders[0].tokenizer
+
+    @property
+    def tokenizer_file(self) -> dict[str, bytes]:
+        return self.folders[0].tokenizer_file
+
+    @property
+    def fingerprint(self) -> str:
+        parts = zip(self.shares, self.folders)
+        return ", ".join(f"{share}/1000 of {folder.fingerprint}" for share, folder in parts)
+
+    def open(self, split: str, seq_len: int, seed: int | None) -> "Mixture":
+        """Return the sequences of "train" or "val". Raises DataError."""
+        return Mixture([folder.open(split, seq_len, seed) for folder in self.folders], self.shares)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.folders[0].decode(tokens)
+
+
+def open_mixture(data: str) -> MixedFolders:
     """Open the folders of a mixture DIR:SHARE,DIR:SHARE,... Raises DataError."""
-    folders = []
-    for path, share in parse_mixture(data):
-        folder = open_folder(path)
-        mark = f"{share}/1000 of {folder.fingerprint}"
-        folders.append(dataclasses.replace(folder, share=share, fingerprint=mark))
-        if folder.vocabulary != folders[0].vocabulary:
+    paths, shares = zip(*parse_mixture(data))
+    folders = [open_folder(path) for path in paths]
+    first = folders[0]
+    for folder in folders:
+        if folder.vocabulary != first.vocabulary:
             raise DataError(
-                f"--data {data}: {folder.path} and {folders[0].path} have different tokenizers; "
+                f"--data {data}: {folder.path} and {first.path} have different tokenizers; "
                 "prepare all folders of a mixture with the same tokenizer"
             )
-    return folders
+    return MixedFolders(folders, list(shares))
 
 
 def parse_mixture(data: str) -> list[tuple[Path, int]]:
@@ -55,7 +86,7 @@ def parse_mixture(data: str) -> list[tuple[Path, int]]:
     return parts
 
 
-class Mixture(Dataset):
+class Mixture:
     """The sequences of one split of several folders, like TokenDataset for one folder.
 
     With seeds, folders take turns in the same order in every thousand sequences, with separate
@@ -68,9 +99,9 @@ class Mixture(Dataset):
     stretched over A (number 21,000 reads A's sequence 30), the other 18,000 over B.
     """
 
-    def __init__(self, parts: list[TokenDataset]):
+    def __init__(self, parts: list[TokenDataset], shares: list[int]):
         self.parts = parts
-        self.shares = [part.folder.share for part in parts]  # thousandths
+        self.shares = shares  # thousandths
         turns = []  # 1,000 tuples (when the turn is due, folder, number of the folder's turn)
         for i, share in enumerate(self.shares):
             stagger = (i + 0.5) / len(parts)  # or folders with equal shares would be due together
@@ -79,6 +110,24 @@ class Mixture(Dataset):
 
     def __len__(self) -> int:
         return 1000 * max(map(len, self.parts))
+
+    @property
+    def bytes_per_token(self) -> float:
+        parts = zip(self.shares, self.parts)
+        return sum(share / 1000 * part.bytes_per_token for share, part in parts)
+
+    def describe(self, n: int) -> Iterator[str]:
+        for share, part in zip(self.shares, self.parts):
+            for line in part.describe(n * share / 1000):
+                yield f"{line} at a share of {share / 1000:g}"
+
+    def place_of(self, n: int) -> str:
+        i, number = self.source(n)
+        return self.parts[i].place_of(number)
+
+    def raise_if_changed(self) -> None:
+        for part in self.parts:
+            part.raise_if_changed()
 
     def source(self, n: int) -> tuple[int, int]:
         """Return (index of the folder that sequence n comes from, its number in that folder)."""

@@ -118,7 +118,7 @@ def compare_differing(argv_of_ranks: list[list[str]], hashes: list[str]) -> list
     rank = dist.start("cpu").rank
     folder = data.TokenFolder(Path(), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
     with mock.patch.object(start, "source_hash", lambda: hashes[rank]):
-        return start.compare_ranks(argv_of_ranks[rank], [folder])
+        return start.compare_ranks(argv_of_ranks[rank], folder)
 
 
 def test_ranks_with_other_flags_or_code_are_named(pool):

@@ -160,8 +160,8 @@ def test_sequences_of_a_mixture_are_printed_with_their_places(run, tokens, tmp_p
     said.sort(key=lambda sequence: int(sequence[0]))  # they are printed by their loss
     assert [int(n) for n, *_ in said] == list(range(8, 16))
     assert {folder for _, folder, *_ in said} == {str(tokens), f"{tmp_path}/moved"}
-    folders = mixtures.open_folders(mixture)
-    batch = data.open_dataset(folders, "train", 16, 0, mixtures.Mixture)[list(range(8, 16))]
+    folders = mixtures.open_mixture(mixture)
+    batch = folders.open("train", 16, 0)[list(range(8, 16))]
     for (_, folder, start, text), sequence in zip(said, batch):
         start = int(start)
         window = data.open_folder(Path(folder)).tokens("train")[start : start + 17]

@@ -67,7 +67,7 @@ def begin(tmp_path):
             origin = find_origin([f"--out={tmp_path}/run", *argv], world)
         finally:
             torch.distributed.destroy_process_group()
-        facts = data.facts_of([FOLDER])
+        facts = data.facts_of(FOLDER)
         run = config.resolve(origin.given, machine, facts, origin.kept, origin.model_config)
         return SimpleNamespace(origin=origin, run=run, changes=compare(origin, run, FOLDER))
 

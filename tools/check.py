@@ -98,7 +98,7 @@ class Ranks:
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
-        self.folders = common.open_data(flags)
+        self.source = common.open_data(flags)
         self.machine = dist.find_machine(world)
         self.origin = dist.on_rank0(common.named_origin, flags)
         self.flags = shorten(self.resolve(flags, self.machine))
@@ -106,12 +106,12 @@ class Ranks:
 
     def resolve(self, flags: dict, machine: Machine) -> Run:
         """Return the run of `flags`, with the model of their checkpoint, if they give one."""
-        return common.resolve(flags, machine, data.facts_of(self.folders), self.origin)
+        return common.resolve(flags, machine, data.facts_of(self.source), self.origin)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
         """Train as parity.train_watched does. A run of the same name continues."""
         run = dataclasses.replace(run, out=str(self.folder / name))
-        return train_watched(run, self.origin, self.folders, world, seed)
+        return train_watched(run, self.origin, self.source, world, seed)
 
     def alone(self) -> tuple[RunLog, list[RunLog], list[rehearse.Communication]]:
         """Train on this rank alone; return its run, perturbed ones, and the rehearsed traffic."""

@@ -23,6 +23,7 @@ from start import (
     find_origin,
     local_train_indices,
     newest_checkpoint,
+    open_start,
     read_model,
     source_hash,
     with_weights,
@@ -44,7 +45,7 @@ __all__ = [
     "find_origin",
     "named_origin",
     "open_data",
-    "open_folders",
+    "open_source",
     "open_start",
     "recorded_flags",
     "recorded_model",
@@ -107,25 +108,17 @@ def recorded_model(out: Path, row: dict) -> Origin:
     return Origin(Config(), model_config=read_model(out, row))
 
 
-def open_data(flags: dict) -> list[data.TokenFolder]:
+def open_data(flags: dict) -> data.Source:
     """Open the data of a planned run on all ranks; prepare the built-in data if it is missing."""
     path = flag_value(flags, "data")
     return start.open_data(path, load_mixture() if data.names_mixture(path) else None)
 
 
-def open_folders(path: str) -> list[data.TokenFolder]:
-    """Open the folders of --data. Raises DataError."""
+def open_source(path: str) -> data.Source:
+    """Open --data on this rank alone. Raises DataError."""
     if data.names_mixture(path):
-        return load_mixture().open_folders(path)
-    return [data.open_folder(Path(path))]
-
-
-def open_start(
-    run: Run, origin: Origin, folders: list[data.TokenFolder], world: dist.World
-) -> start.Start:
-    """Create the mesh of a run and open its data on this rank. All ranks call it."""
-    mixture = load_mixture() if len(folders) > 1 else None
-    return start.open_start(run, origin, folders, world, mixture)
+        return load_mixture().open_mixture(path)
+    return data.open_folder(Path(path))
 
 
 def fake_machine(world_size: int, local_size: int | None = None) -> Machine:

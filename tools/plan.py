@@ -116,7 +116,7 @@ def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
     """Return the facts of the token folder, or without one, those that follow from the model."""
     path = flag_value(flags, "data")
     if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
-        return data.facts_of(common.open_folders(path))
+        return data.facts_of(common.open_source(path))
     model_config = origin.model_config or SIZES[flags.get("model") or "tiny"]
     return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
 

@@ -32,7 +32,6 @@ import errors
 import optim
 from checkpoint import CheckpointError
 from errors import UsageError, plural
-from extras.mixture import Mixture
 from extras.watchdog import Watchdog
 from log import read_starts
 from model import eval_mode
@@ -114,8 +113,8 @@ class Replay:
         self.world = world
         start = start_of(starts, args.step)
         path = args.data or start["config"]["data"]
-        folders = common.open_folders(path)
-        self.facts = data.facts_of(folders)
+        source = common.open_source(path)
+        self.facts = data.facts_of(source)
         if self.facts.fingerprint != start["data"]:
             raise UsageError(
                 f"{path} has the fingerprint {self.facts.fingerprint}, and {self.out} was trained "
@@ -124,10 +123,10 @@ class Replay:
         run = self.resolve(start)
         if args.step > run.max_steps:
             raise UsageError(f"{self.out} ends with step {run.max_steps}: give a step up to that")
-        self.start = common.open_start(run, NEW_RUN, folders, world)
+        self.start = common.open_start(run, NEW_RUN, source, world)
         batch, steps = run.global_batch_size, range(args.step, args.step + 1)
         (indices,) = data.train_indices(steps, batch, batch, dp_rank=0, dp_size=1)
-        self.sequences = describe_sequences(self.start.train_data.parts, indices)
+        self.sequences = describe_sequences(self.start, indices)
 
     def resolve(self, start: dict) -> Run:
         """Return the run of a start on these ranks. Raises UsageError."""
@@ -208,21 +207,20 @@ class Replay:
 # What a step shows
 
 
-def describe_sequences(parts: list[data.TokenDataset], indices: list[int]) -> dict[int, str]:
-    """Return index -> where a sequence is from and how its text begins. Raises TokenizerError."""
-    mixture = Mixture(parts)  # with one folder, its order is that folder's
+def describe_sequences(start, indices: list[int]) -> dict[int, str]:
+    """Return index -> where a sequence is from and how its text begins.
+
+    `start` is what common.open_start returns. Raises TokenizerError.
+    """
     sequences = {}
     for n in indices:
-        i, number = mixture.source(n)
-        part = parts[i]
-        (tokens,) = part[[number]].tolist()
+        (tokens,) = start.train_data[[n]].tolist()
         text = ""
-        for piece in tokenizer.decode(part.folder.tokenizer, tokens):
+        for piece in tokenizer.decode(start.source.tokenizer, tokens):
             text += piece
             if len(text) >= CHARACTERS:
                 break
-        start = data.window_of(number, part.n_windows, part.seed) * part.seq_len
-        place = f"sequence {n}, {part.folder.path} at token {start}"
+        place = f"sequence {n}, {start.train_data.place_of(n)}"
         sequences[n] = f"{place}: {text[:CHARACTERS]!r}"
     return sequences
 

@@ -131,7 +131,7 @@ def open_tokens(folder: Path, count: int, split: str, seed: int | None) -> data.
     meta = {"tokenizer": "bytes", "dtype": "uint16", "vocab_size": 257}
     meta |= {"train_tokens": count, "val_tokens": count}
     (folder / "meta.json").write_text(json.dumps(meta))
-    return data.open_dataset([data.open_folder(folder)], split, T, seed)
+    return data.open_folder(folder).open(split, T, seed)
 
 
 @pytest.mark.parametrize("count, windows", [(T + 1, 1), (2 * T, 1), (2 * T + 1, 2), (81, 20)])
@@ -643,15 +643,15 @@ def model_of(weights: dict[str, Tensor]) -> Transformer:
 def test_a_run_logs_the_loss_of_the_sequences_and_weights_of_a_step(counted, tokens):
     """The first loss is that of initial weights and sequences 0 to 7, the last one of 10 others."""
     run = counted[5].run
-    folders = [data.open_folder(tokens)]
+    folder = data.open_folder(tokens)
     weights = run.weights()
     model = model_of(weights)
-    batch = data.open_dataset(folders, "train", 16, seed=0)[[*range(8)]]
+    batch = folder.open("train", 16, seed=0)[[*range(8)]]
     expected = model(batch[:, :-1], batch[:, 1:]).item()
     assert run.rows()[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
     model.load_state_dict({name: weights[f"model.{name}"] for name in model.state_dict()})
-    val_data = data.open_dataset(folders, "val", 16, seed=None)
+    val_data = folder.open("val", 16, seed=None)
     batch = val_data[[*itertools.chain(*data.val_indices(10, len(val_data), 10, 0, 1))]]
     expected = model(batch[:, :-1], batch[:, 1:]).item()
     assert run.rows("val_loss")[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)

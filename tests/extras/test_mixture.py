@@ -17,7 +17,7 @@ def folders(tmp_path_factory) -> tuple[str, str]:
 
 
 def open_mixture(spec: str, split: str, seed: int | None) -> mixtures.Mixture:
-    return data.open_dataset(mixtures.open_folders(spec), split, 16, seed, mixtures.Mixture)
+    return mixtures.open_mixture(spec).open(split, 16, seed)
 
 
 def sources(spec: str, count: int, seed: int = 0) -> list[int]:
@@ -123,29 +123,31 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
 
 def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
     """So no sequence of the folder is read twice in an epoch."""
-    folders = mixtures.open_folders(mixture)
-    read = data.open_dataset(folders, "train", 16, 0, mixtures.Mixture)[list(range(2100))][:, 0]
-    for folder, is_of_folder in zip(folders, (read < 100, read >= 100)):
+    source = mixtures.open_mixture(mixture)
+    read = source.open("train", 16, 0)[list(range(2100))][:, 0]
+    for folder, share, is_of_folder in zip(
+        source.folders, source.shares, (read < 100, read >= 100)
+    ):
         of_folder = read[is_of_folder]
         alone = data.TokenDataset(folder, "train", 16, seed=0)
-        assert of_folder.equal(alone[list(range(2100 * folder.share // 1000))][:, 0])
+        assert of_folder.equal(alone[list(range(2100 * share // 1000))][:, 0])
 
 
 def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
-    folders = mixtures.open_folders(mixture)
-    facts = data.facts_of(folders)
-    assert (facts.vocab_size, facts.tokenizer) == (folders[1].vocab_size, folders[1].tokenizer_name)
-    assert facts.fingerprint.split(", ") == [folder.fingerprint for folder in folders]
-    assert facts.fingerprint.startswith("700/1000 of ")
+    source = mixtures.open_mixture(mixture)
+    facts, (first, second) = data.facts_of(source), source.folders
+    assert (facts.vocab_size, facts.tokenizer) == (second.vocab_size, second.tokenizer_name)
+    expected = f"700/1000 of {first.fingerprint}, 300/1000 of {second.fingerprint}"
+    assert facts.fingerprint == expected
 
 
 def test_the_order_of_a_mixture_has_not_changed(mixture):
     """A run reads on where it stopped, also with later code."""
-    folders = mixtures.open_folders(mixture)
-    dataset = data.open_dataset(folders, "train", 16, 5, mixtures.Mixture)
+    folders = mixtures.open_mixture(mixture)
+    dataset = folders.open("train", 16, 5)
     read = dataset[[*range(12), 999, 1000, 10**9]][:, 0].tolist()
     assert read == [20, 33, 120, 54, 35, 114, 1, 34, 9, 100, 58, 13, 102, 13, 1]
-    val = data.open_dataset(folders, "val", 16, None, mixtures.Mixture)
+    val = folders.open("val", 16, None)
     (chosen,) = data.val_indices(9, len(val), 9, 0, 1)
     assert val[chosen][:, 0].tolist() == [0, 9, 19, 28, 38, 47, 57, 106, 115]
 
@@ -197,7 +199,7 @@ def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa:
 )
 def test_an_invalid_mixture_is_refused_with_the_reason(shares, problem):
     with pytest.raises(data.DataError, match=problem):
-        mixtures.open_folders(shares)
+        mixtures.open_mixture(shares)
 
 
 def test_a_start_prints_the_shares_and_the_epochs(train, mixture, tmp_path):  # noqa: F811
@@ -206,6 +208,6 @@ def test_a_start_prints_the_shares_and_the_epochs(train, mixture, tmp_path):  # 
     # 160 sequences: 112 from the 60 of web, 48 from the 25 of code
     for name, sequences, epochs, share in (("web", 60, 1.87, 0.7), ("code", 25, 1.92, 0.3)):
         assert (
-            f"{tmp_path}/{name}: {sequences} sequences; 20 steps read {epochs} epochs at a share "
+            f"{tmp_path}/{name}: {sequences} sequences; the run reads {epochs} epochs at a share "
             f"of {share}" in run.printed
         )

@@ -154,8 +154,8 @@ def train_in(
     world: dist.World, run: Run, origin: Origin, data_path: str, seed: int | None = None
 ) -> RunLog:
     try:
-        folders = common.open_folders(data_path)
-        return parity.train_watched(run, origin, folders, world, seed)
+        source = common.open_source(data_path)
+        return parity.train_watched(run, origin, source, world, seed)
     finally:
         leave_group()
 
@@ -172,7 +172,7 @@ class Fuzzer:
         self.root = root
         self.data_path = str(root / "tokens")
         write_tokens(root)
-        self.facts = data.facts_of(common.open_folders(self.data_path))
+        self.facts = data.facts_of(common.open_source(self.data_path))
         self.flags = common.parse_flags(common.build_parser(), FLAGS.split())
         self.reference = functools.cache(self.train_reference)
         self.count = 0  # runs so far

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dist
 import optim
-from data import TokenFolder
+from data import Source
 from errors import RunError
 from tools import common
 from tools.bench import three_digits
@@ -86,7 +86,7 @@ class RunLog:
 def train_watched(
     run: Run,
     origin: Origin,
-    folders: list[TokenFolder],
+    source: Source,
     world: dist.World,
     seed: int | None = None,
 ) -> RunLog:
@@ -96,7 +96,7 @@ def train_watched(
     if a signal stops it.
     """
     found = common.find_origin(["--out", run.out], world)
-    start = common.open_start(run, found if found.path else origin, folders, world)
+    start = common.open_start(run, found if found.path else origin, source, world)
     squares = Counter()
     with contextlib.redirect_stdout(None):
         state = common.build(run, start.mesh)
