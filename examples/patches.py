@@ -1,14 +1,15 @@
 """Write patches whose context is whole functions: the forks, and the bugs of the lecture.
 
-    python examples/patches.py          every patch again, from the last commit
+    python examples/patches.py          those that no longer apply, merged with the last commit
     python examples/patches.py NAME     the changes of the working tree, as examples/NAME.patch
 
 Git applies a patch wherever it finds the context. Here the context of a change is the function, or
 another statement of a module or class, that it is in. So a patch applies as long as nobody has
 changed these, whatever happens around them. If somebody has, the first command merges both changes,
-as `git apply --3way` does, and says where it cannot.
+as `git apply --3way` does, and names the patches with which it cannot.
 """
 
+import argparse
 import ast
 import re
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RAW = argparse.RawDescriptionHelpFormatter
 PATCHES = [*sorted(ROOT.glob("examples/*.patch")), *sorted(ROOT.glob("docs/bugs/*.patch"))]
 
 
@@ -132,19 +134,20 @@ def patch_of(folder: Path) -> str:
     return text
 
 
-def write_again(patches: list[Path]) -> list[str]:
-    """Write each patch from the last commit; return the names of those that cannot be merged."""
+def merge(patches: list[Path]) -> list[str]:
+    """Write the patches that no longer apply; return the names of those that cannot be merged."""
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         git("worktree", "add", "--detach", copy, "HEAD")
         try:
             for path in patches:
-                merge = ["git", "apply", "--3way", path]
-                if subprocess.run(merge, cwd=copy, capture_output=True).returncode:
-                    failed.append(path.name)
-                else:
+                if applies(path, copy, "--check"):
+                    continue
+                if applies(path, copy, "--3way"):
                     path.write_text(patch_of(copy))
+                else:
+                    failed.append(path.name)
                 git("reset", "--hard", folder=copy)
                 git("clean", "--force", "-d", folder=copy)
         finally:
@@ -152,14 +155,21 @@ def write_again(patches: list[Path]) -> list[str]:
     return failed
 
 
-def main(names: list[str]) -> int:
-    if names:
-        (name,) = names
+def applies(patch: Path, folder: Path, option: str) -> bool:
+    command = ["git", "apply", option, patch]
+    return subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RAW)
+    parser.add_argument("name", nargs="?", metavar="NAME")
+    name = parser.parse_args(argv).name
+    if name:
         text = patch_of(ROOT)
         git("reset")
         (ROOT / f"examples/{name}.patch").write_text(text)
         return 0
-    failed = write_again(PATCHES)
+    failed = merge(PATCHES)
     for name in failed:
         print(f"{name}: its lines have changed; apply it by hand, and write it again")
     return int(bool(failed))

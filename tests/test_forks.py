@@ -67,42 +67,74 @@ def test_patches_apply_whatever_happens_around_their_functions(tmp_path):
         assert subprocess.run(command, cwd=tmp_path).returncode == 0, patch.name
 
 
-def test_each_fork_has_a_page():
-    for patch in PATCHES:
-        page = patch.with_suffix(".md").read_text()
-        assert f"git apply examples/{patch.name}" in page
+def git(*arguments, folder: Path, check: bool = True) -> bool:
+    process = subprocess.run(["git", *arguments], cwd=folder, check=check, capture_output=True)
+    return process.returncode == 0
 
 
-def test_forks_compose_in_either_order(tmp_path):
-    """All pairs except three, which change the same lines of attention: see docs/forking.md."""
-    touched = re.findall(r"^--- a/(.+)", "".join(map(Path.read_text, PATCHES)), re.M)
-    plain = {file: (ROOT / file).read_text() for file in touched}
-    with_one = {patch: apply(patch, plain, tmp_path) for patch in PATCHES}
-    assert None not in with_one.values()
-    conflicts = []
-    for one, other in itertools.combinations(PATCHES, 2):
-        one_first = apply(other, with_one[one], tmp_path)
-        other_first = apply(one, with_one[other], tmp_path)
-        if one_first is None or one_first != other_first:
-            conflicts.append(f"{one.stem} with {other.stem}")
-    assert len(conflicts) <= 3, conflicts
+# Both are a value of --optimizer; both give a block another argument.
+CONFLICTS = [{"ema", "diloco"}, {"document-mask", "speedrun"}]
 
 
-def apply(patch: Path, files: dict[str, str], folder: Path) -> dict[str, str] | None:
-    """Apply a patch to the files, {name: text}; return them, or None if it does not apply."""
-    for file, text in files.items():
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).write_text(text)
-    command = ["git", "apply", patch]
-    if subprocess.run(command, cwd=folder, capture_output=True).returncode:
-        return None
-    patched = {file: (folder / file).read_text() for file in files}
-    assert patched != files
-    return patched
+def test_any_two_forks_compose(tmp_path):
+    """In either order, as docs/forking.md says: with --3way, like commits that are rebased."""
+    git("init", "--quiet", folder=tmp_path)
+    # The old versions that patches name, from which git merges
+    objects = git_path(ROOT, "objects")
+    (tmp_path / ".git/objects/info/alternates").write_text(f"{objects}\n")
+    files = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, tmp_path / file)
+    git("add", "--all", folder=tmp_path)
+    git(
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "commit",
+        "--quiet",
+        "-m",
+        "all",
+        folder=tmp_path,
+    )
+    for one, other in itertools.permutations(PATCHES, 2):
+        git("apply", "--index", one, folder=tmp_path)
+        composes = git("apply", "--3way", other, folder=tmp_path, check=False)
+        assert composes == ({one.stem, other.stem} not in CONFLICTS), f"{one.stem}, {other.stem}"
+        git("reset", "--quiet", "--hard", folder=tmp_path)
+
+
+def git_path(folder: Path, name: str) -> Path:
+    command = ["git", "rev-parse", "--git-path", name]
+    return folder / subprocess.check_output(command, cwd=folder, text=True).strip()
 
 
 # --------------------------------------------------------------------------------------------------
 # Each fork on two ranks, in a copy of the repository
+
+
+PAGE = (ROOT / "docs/forking.md").read_text()
+# name -> (file, kind, code), as docs/forking.md shows them
+SNIPPETS = {
+    name: (file, kind, code)
+    for kind, name, file, code in re.findall(
+        r"^```(\w+)\n(?:#|@@) (\S+): (?:in|at the end of) (\S+)\n(.*?)^```", PAGE, re.M | re.S
+    )
+}
+
+
+def insert(name: str, code: Path) -> None:
+    """Put a snippet at the end of its file, or in place of the lines that it removes."""
+    file, kind, text = SNIPPETS[name]
+    source = (code / file).read_text()
+    if kind == "diff":
+        old, new = ("\n".join(re.findall(rf"^\{sign}(.*)", text, re.M)) for sign in "-+")
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    else:
+        source += f"\n\n{text}"
+    (code / file).write_text(source)
 
 
 class Fork:
@@ -111,8 +143,21 @@ class Fork:
         self.code = folder / "code"
         unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "tests", "__pycache__")
         shutil.copytree(ROOT, self.code, ignore=unwanted)
-        patch = ROOT / "examples" / f"{name}.patch"
-        subprocess.run(["git", "apply", patch], cwd=self.code, check=True)
+        if name in SNIPPETS:
+            insert(name, self.code)
+        else:
+            git("apply", ROOT / f"examples/{name}.patch", folder=self.code)
+        if name == "chat":
+            self.tokens = self.prepare_chats()
+
+    def prepare_chats(self, *options) -> Path:
+        chats, out = self.folder / "chats.jsonl", self.folder / f"chats{len(options)}"
+        answers = [(a, b) for a in range(20) for b in range(20)]
+        rows = [[("user", f"{a} + {b}?"), ("assistant", f"{a + b}")] for a, b in answers]
+        messages = [[{"role": who, "content": text} for who, text in row] for row in rows]
+        chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in messages))
+        self.python("prepare_chat.py", "--source", chats, "--out", out, *options)
+        return out
 
     def train(self, ranks: int, text: str, name: str) -> Path:
         out = self.folder / name
@@ -132,7 +177,7 @@ class Fork:
 
 @pytest.fixture
 def fork(request, tmp_path, tokens) -> Fork:
-    """The fork whose name follows the two underscores in the name of the test."""
+    """The fork or snippet whose name follows the two underscores in the name of the test."""
     name = request.node.name.rpartition("__")[2].replace("_", "-")
     return Fork(name, tmp_path, tokens)
 
@@ -152,8 +197,41 @@ def train_alike(fork: Fork, options: str, *meshes: str) -> list[Path]:
     return runs
 
 
+TRAINED = {
+    "z-loss": "--z_loss 0.01",
+    "ema": "--optimizer ema --eval_interval 5",
+    "qwen3": "--qk_norm",
+    "document-mask": "--end_of_text 256",
+    "kv-cache": "",
+    "diloco": "--optimizer diloco --eval_interval 20 --save_interval 20",
+    "speedrun": "--plain_qk_norm --relu2 --zero_outputs --bigrams 4608 --value_embeddings",
+    "chat": "",
+    "wsd-sqrt": "--schedule wsd-sqrt",
+    "share": "--clip share --max_grad_norm 0.1",
+    "noise": "--clip noise",
+    "window": "--seq_len 32",
+}
+MESHES = {"--strategy ddp": 2, "--strategy fsdp": 2, "--strategy hsdp --dp_shard 2": 4}
+
+
+def test_all_forks_are_trained_on_every_mesh():
+    assert {*TRAINED} == {patch.stem for patch in PATCHES} | {*SNIPPETS}
+
+
 @pytest.mark.slow
-def test_each_gradient_is_clipped_to_its_share__clip_share(fork):
+@pytest.mark.parametrize("name", TRAINED)
+def test_20_steps_are_those_of_one_rank(name, tmp_path, tokens):
+    fork = Fork(name, tmp_path, tokens)
+    options = f"--max_steps 20 {TRAINED[name]}"
+    single = fork.train(1, f"{options} --strategy single", "single")
+    for mesh, ranks in MESHES.items():
+        if name == "diloco" and mesh != "--strategy fsdp":
+            continue  # there several replicas train alone
+        assert_same_losses(single, fork.train(ranks, f"{options} {mesh}", mesh.split()[1]))
+
+
+@pytest.mark.slow
+def test_each_gradient_is_clipped_to_its_share__share(fork):
     options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
     single, sharded = train_alike(fork, options, "--strategy fsdp")
     lines = [json.loads(line) for line in (sharded / "optim.jsonl").read_text().splitlines()]
@@ -168,7 +246,7 @@ def test_each_gradient_is_clipped_to_its_share__clip_share(fork):
 
 
 @pytest.mark.slow
-def test_the_learning_rate_decays_as_a_root__schedule(fork):
+def test_the_learning_rate_decays_as_a_root__wsd_sqrt(fork):
     run = fork.train(2, "--max_steps 11 --schedule wsd-sqrt --strategy ddp", "run")
     rates = [row["lr"] / 3e-3 for row in rows(run)]
     assert rates == pytest.approx([1] * 10 + [1 - 0.5**0.5])
@@ -187,22 +265,6 @@ def test_z_loss_is_added_in_training_only__z_loss(fork):
         # At the start all 320 logits are close to 0.
         added = rows(run)[0]["loss"] - rows(plain)[0]["loss"]
         assert added == pytest.approx(0.01 * math.log(320) ** 2, rel=0.01)
-
-
-WINDOW = """
-import torch, model
-q, k, v = (torch.randn(2, heads, 19, 8) for heads in (4, 2, 2))
-distance = torch.arange(19)[:, None] - torch.arange(19)
-dense = torch.nn.functional.scaled_dot_product_attention(
-    q, k, v, attn_mask=(distance >= 0) & (distance < 5), enable_gqa=True)
-torch.testing.assert_close(model.window_attention(q, k, v, 5), dense)
-"""
-
-
-@pytest.mark.slow
-def test_attention_is_limited_to_a_window__sliding_window(fork):
-    fork.python("-c", WINDOW)
-    train_alike(fork, "--max_steps 4 --window 4", "--strategy fsdp", "--tp 2")
 
 
 @pytest.mark.slow
@@ -281,17 +343,39 @@ def test_logits_are_those_of_transformers__qwen3(fork):
     fork.python("-c", QWEN3, fork.folder)
 
 
+AVERAGED = """
+import sys, torch, checkpoint
+from pathlib import Path
+run, model = map(Path, sys.argv[1:])
+path = checkpoint.list_checkpoints(run)[-1]
+reader = checkpoint.Reader(path)
+import sample
+net = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
+for name, weight in net.named_parameters():
+    found = {}
+    for prefix in ("model", "optimizer.average"):
+        found[prefix] = torch.empty(weight.shape)
+        reader.fill(f"{prefix}.{name}", found[prefix])
+    assert weight.equal(found["optimizer.average"]) and not weight.equal(found["model"])
+exported, _ = checkpoint.map_safetensors(model / "model.safetensors")
+assert exported["model.embed_tokens.weight"].equal(net.embed.weight)
+"""
+
+
 @pytest.mark.slow
-def test_evaluations_use_the_averaged_weights__ema(fork):
-    options = "--max_steps 6 --eval_interval 3 --lr 1e-2"
-    single, sharded = train_alike(fork, options, "--strategy fsdp")
-    ends = {}
-    for run in (single, sharded):
+def test_all_but_training_uses_the_averaged_weights__ema(fork):
+    options = "--max_steps 6 --eval_interval 3 --lr 1e-2 --optimizer ema"
+    runs = train_alike(fork, options, "--strategy fsdp")
+    plain = fork.train(1, options.replace("ema", "adamw"), "plain")
+    assert [row["loss"] for row in rows(plain)] == [row["loss"] for row in rows(runs[0])]
+    for run in runs:
+        last = rows(run, "val_loss")[-1]["val_loss"]
+        assert last != pytest.approx(rows(plain, "val_loss")[-1]["val_loss"], rel=1e-3)
         line = fork.python("train.py", "--eval_only", "--out", run, "--device", "cpu")
-        ends[run] = float(re.search(r"val_loss (\d+\.\d+)", line)[1])
-        # --eval_only uses the last weights, which are better than their average so far.
-        assert ends[run] < rows(run, "val_loss")[-1]["val_loss"] - 0.01
-    assert ends[single] == pytest.approx(ends[sharded], abs=1e-3)
+        assert float(re.search(r"val_loss (\d+\.\d+)", line)[1]) == pytest.approx(last, abs=2e-6)
+        model = run / "exported"
+        fork.python("-m", "tools.hf", "export", run, model)
+        fork.python("-c", AVERAGED, run, model)
 
 
 @pytest.mark.slow
@@ -318,3 +402,74 @@ def test_replicas_synchronise_every_20th_update__diloco(fork):
     # A run continues on another mesh, from an outer update.
     more = fork.train(2, f"{options} --max_steps 60 --dp_shard 1 --dp_replicate 2", run.name)
     assert [row["step"] for row in rows(more, "val_loss")] == [20, 40, 60]
+
+
+CHAT = """
+import torch, model
+config = model.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=16)
+net = model.Transformer(config)
+for name, weight in net.named_parameters():
+    net.init_tensor(name, weight, 0)
+tokens = torch.randint(320, (3, 17), generator=torch.Generator().manual_seed(0))
+counts = torch.rand(3, 17, generator=torch.Generator().manual_seed(1)) < 0.3
+x = []  # what the head sees
+def keep(module, inputs, y):
+    y.retain_grad()
+    x.append(y)
+net.norm.register_forward_hook(keep)
+marked = torch.where(counts, tokens, ~tokens)
+loss = net(marked[:, :-1], marked[:, 1:])
+loss.backward()
+answers = counts[:, 1:]
+assert (x[0].grad[~answers] == 0).all() and (x[0].grad[answers] != 0).any(-1).all()
+found = [weight.grad.clone() for weight in net.parameters()]
+net.zero_grad()
+logits = net(tokens[:, :-1])[answers]
+expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][answers], reduction="sum") / 48
+expected.backward()
+torch.testing.assert_close(loss, expected)
+torch.testing.assert_close(found, [weight.grad for weight in net.parameters()])
+"""
+
+
+@pytest.mark.slow
+def test_only_answers_have_a_gradient__chat(fork):
+    fork.python("-c", CHAT)
+    mask = (fork.tokens / "train.mask").read_bytes()
+    tokens = (fork.tokens / "train.bin").read_bytes()
+    answers = "".join(chr(token) for token, counts in zip(tokens[::2], mask) if counts)
+    assert set(answers) <= set(" 0123456789\0")  # 256, the end of a text, has a low byte of 0
+    assert mask.count(1) == len(answers) > 1000 and 0 in mask
+    (fork.tokens / "train.mask").write_bytes(bytes(len(mask)))  # no answer at all
+    for ranks in (1, 4):
+        run = fork.train(ranks, "--max_steps 3 --optim_metrics_interval 1", f"{ranks}-ranks")
+        assert [(row["loss"], row["grad_norm"], row["answers"]) for row in rows(run)] == [
+            (0, 0, 0)
+        ] * 3
+
+
+@pytest.mark.slow
+def test_an_imported_model_learns_to_answer_and_is_exported__chat(fork):
+    base = fork.train(1, "--max_steps 2 --seq_len 32", "base")
+    fork.python("-m", "tools.hf", "export", base, fork.folder / "hf")
+    imported = fork.folder / "imported"
+    fork.python("-m", "tools.hf", "import", fork.folder / "hf", imported)
+    text = f"--init_from {imported} --max_steps 60 --lr 1e-2"
+    run = fork.train(2, f"{text} --strategy fsdp", "chat")
+    first, *_, last = rows(run)
+    assert last["loss"] / last["answers"] < first["loss"] / first["answers"] / 2
+    fork.python("-m", "tools.hf", "export", run, fork.folder / "answers")
+    said = fork.python(
+        "sample.py",
+        "--run",
+        run,
+        "--prompt",
+        "user: 3 + 4?\nassistant:",
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "8",
+        "--device",
+        "cpu",
+    )
+    assert re.search(r"assistant: \d+$", said.strip()), said

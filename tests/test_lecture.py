@@ -34,7 +34,7 @@ from conftest import ROOT, start_process
 from docs import play as game
 from docs.play import Block, chapters, start
 
-DOCUMENTS = [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # For example 1m20s, 1,234.5, 1e-5, 12%
 NUMBER = re.compile(r"(?<![A-Za-z_\d])(?:\d+[hm]\d+[ms]|[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?%?)")
 UNIT = re.compile(r"# ?(?:[kMGT]?B|us|ms|s|min|m|h)(?![A-Za-z])")
