@@ -78,8 +78,8 @@ def prepare(
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` is passed to tokenizer.load_encoding. `field` is the field of JSON, CSV and parquet that
-    contains the text. The folder is created complete or, after an error, not at all.
+    `name` is passed to tokenizer.load_encoding. `field` is the field of the rows of JSON lines and
+    parquet that contains the text. The folder is created complete or, after an error, not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
     encoding = tokenizer.load_encoding(name)
@@ -129,8 +129,10 @@ def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
         files += f", {corpus.binary:,} of them binary"
     documents = plural(sum(splitter.documents.values()), "document")
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
-    if corpus.skipped:
+    if corpus.describe_skipped():
         print(f"skipped {corpus.describe_skipped()}")
+    for line in corpus.remedies():
+        print(line)
     if corpus.first_broken:
         print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
@@ -159,10 +161,10 @@ def build_parser() -> errors.Parser:
         dest="sources",
         nargs="+",
         metavar="FILE|DIR|GLOB|-",
-        help="text, .jsonl, .ndjson, .json, .csv or .tsv (also .gz, .bz2, .xz), .parquet, folders, "
-        "quoted globs, or - for standard input (default: the library of the installed Python)",
+        help="text, .jsonl or .ndjson (also .gz), .parquet, folders, quoted globs, or - for "
+        "standard input (default: the library of the installed Python)",
     )
-    field_help = "JSON field or column with the text (default: text)"
+    field_help = "field of a row with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
     name_help = "bytes, gpt2 or the path of a tokenizer.json (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)

@@ -67,7 +67,7 @@ MISTAKES = {
         ("--out {root}/new --source {skipped}", "contains no text (1 binary file, 1 empty fil"),
         (
             "--out {root}/new --source {skipped}/binary --tokenizer {root}/tokenizer.json",
-            "is binary (a NUL byte in its first 8,192 bytes): leave it out; only --tokenizer bytes",
+            "is refused (binary file): it has a NUL byte in its first 8,192 bytes: leave it out",
         ),
         ("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
         (

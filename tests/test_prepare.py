@@ -35,7 +35,7 @@ def test_prepared_documents_come_back_exactly(tmp_path, capsys):
 
 
 def test_sources_without_any_text_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("id,text\n")
+    (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(sources.SourceError, match=r"contain no text \(1 file without text\)"):
         prepare.prepare([str(tmp_path)], tmp_path / "tokens")
 
@@ -73,12 +73,17 @@ def test_prepare_prints_what_it_read_and_skipped(tmp_path, capsys):
     (text / "empty").touch()
     (text / "utf-16").write_text("text", encoding="utf-16")
     (text / "folder").symlink_to(tmp_path)
-    (text / "file").symlink_to("a")
+    (text / "second").symlink_to("a")
+    (text / ".env").write_text("KEY=secret")
     os.mkfifo(text / "pipe")
     prepare.prepare([str(text)], tmp_path / "tokens", val_fraction=0.5)
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "read 3 files: 4 documents, 14 bytes of text"
-    assert said[1] == "skipped 1 binary file, 1 blank document, 1 empty file, 1 special file"
+    assert said[0] == "read 2 files: 3 documents, 11 bytes of text"
+    assert said[1] == (
+        "skipped 1 UTF-16 file, 1 blank document, 1 empty file, 1 hidden name, "
+        "1 second name of a file, 1 special file"
+    )
+    assert said[2].startswith("1 UTF-16 file skipped; to use one, convert it: iconv ")
 
 
 MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"\xef\xbf\xbd"]
@@ -132,8 +137,8 @@ def test_a_messy_corpus_gets_the_tokens_of_tiktoken(tmp_path, monkeypatch, capsy
     folder = data.open_folder(tmp_path / "tokens")
     for split in ("train", "val"):
         assert folder.tokens(split).tolist() == expected[split]
-    skipped, first_broken, replaced = said[1:4]
-    assert skipped.startswith("skipped 2 binary files, ")
+    skipped, _, first_broken, replaced = said[1:5]
+    assert skipped.startswith("skipped 1 UTF-16 file, 1 binary file, ")
     assert "1 broken line (not a JSON object), 2 empty" in skipped
     assert first_broken.endswith("6 packed.jsonl.gz, line 2: not a JSON object")
     assert replaced.startswith("3 characters became U+FFFD, the first in ")

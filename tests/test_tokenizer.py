@@ -6,17 +6,14 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import tiktoken
-from conftest import resolve
 from tiktoken_ext import openai_public
 
 import data
 import prepare
 from extras.mixture import Mixture
-from start import describe_evaluation
 from text import encode, sources, tokenizer
 
 
@@ -91,19 +88,12 @@ def test_text_without_a_tokenizer_is_token_ids():
 
 
 def test_bits_per_byte_of_a_mixture_use_its_shares():
-    parts = []  # with 2 and 4 bytes per token
-    for val_bytes, share in ((100, 250), (200, 750)):
-        tokens = {"val": range(50)}.__getitem__
-        folder = SimpleNamespace(val_bytes=val_bytes, share=share, tokens=tokens)
-        parts.append(mock.MagicMock(folder=folder, seq_len=5))
-    val_data = Mixture(parts)
-    run = resolve("--eval_sequences 1")
-    start = SimpleNamespace(origin=SimpleNamespace(path=Path("a")), val_data=val_data)
-    said = describe_evaluation(run, start, math.log(2))
-    assert f", {1 / 3.5:.6f} bits per byte (" in said
-    parts[0].folder.val_bytes = 0  # unknown: its meta.json lacks val_bytes
-    said = describe_evaluation(run, start, math.log(2))
-    assert ", nan bits per byte (" in said
+    """With 2 and 4 bytes per token, a quarter and three quarters: 3.5."""
+    parts = [SimpleNamespace(bytes_per_token=size, seed=None) for size in (2.0, 4.0)]
+    mixture = Mixture(parts, [250, 750])
+    assert mixture.bytes_per_token == 3.5
+    parts[0].bytes_per_token = math.nan  # unknown: its meta.json lacks val_bytes
+    assert math.isnan(mixture.bytes_per_token)
 
 
 # --------------------------------------------------------------------------------------------------
