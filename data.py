@@ -391,12 +391,21 @@ def read_folder(path: Path) -> TokenFolder:
     return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
 
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
 def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
-    """Return {name: contents} of the tokenizer's file. Raises DataError and ValueError."""
+    """Return {name: contents} of the tokenizer's file, and of the one that names its end of text.
+
+    Raises DataError and ValueError.
+    """
     if name != Path(str(name)).name:
         raise ValueError("the tokenizer in meta.json is not the name of a file in the folder")
     try:
-        return {name: (path / name).read_bytes()}
+        files = {name: (path / name).read_bytes()}
+        if (path / TOKENIZER_CONFIG).exists():
+            files[TOKENIZER_CONFIG] = (path / TOKENIZER_CONFIG).read_bytes()
+        return files
     except OSError as error:
         what = f"{path / name}, the tokenizer's file: {error.strerror}"
         raise DataError(f"{what}; put it back, or prepare the folder again") from None

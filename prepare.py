@@ -74,20 +74,23 @@ def prepare(
     name: str = "bytes",
     val_fraction: float = 0.05,
     field: str = "text",
+    end_token: str | None = None,
     num_threads: int = 1,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
-    `name` is passed to tokenizer.load_encoding. `field` is the field of the rows of JSON lines and
-    parquet that contains the text. The folder is created complete or, after an error, not at all.
+    `name` and `end_token` are passed to tokenizer.load_encoding. `field` is the field of a row of
+    JSON lines or parquet that contains the text. The folder is created complete or, after an error,
+    not at all.
     Raises UsageError, SourceError, TokenizerError and OSError.
     """
-    encoding = tokenizer.load_encoding(name)
+    encoding = tokenizer.load_encoding(name, end_token)
     new_folder = Path(os.path.realpath(out))
     corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
     with unfinished(new_folder) as folder:
         if name not in ("bytes", "gpt2"):
-            name = shutil.copyfile(name, folder / "tokenizer.json").name
+            encoding.save(folder)
+            name = "tokenizer.json"
         encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
@@ -168,6 +171,11 @@ def build_parser() -> errors.Parser:
     add("--field", default="text", metavar="NAME", help=field_help)
     name_help = "bytes, gpt2 or the path of a tokenizer.json (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
+    end_help = (
+        "token that ends a document (default: eos_token of the tokenizer_config.json beside a "
+        "tokenizer.json, or else <|endoftext|>, <|end_of_text|> or </s>)"
+    )
+    add("--end_token", metavar="NAME", help=end_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
     fraction = errors.number(float, 1e-9, 1)
     fraction_help = "fraction of the documents kept for validation (default: 0.05)"

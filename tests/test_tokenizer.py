@@ -269,7 +269,7 @@ ADDED = {"id": 3000, "content": "<|im_end|>", "special": True} | dict.fromkeys(
     ("single_word", "lstrip", "rstrip", "normalized"), False
 )
 CHANGES = {
-    "none of its special tokens is <|endoftext|>, ": [ADDED],
+    "it has no token <|endoftext|>, <|end_of_text|>, </s>, which would": [ADDED],
     "of Hugging Face: 'int' object is not subscriptable": [5],
     "cannot be used: <|im_end|> gets the id ": [ADDED | {"content": "</s>", "id": 0}, ADDED],
 }

@@ -1,6 +1,7 @@
 """Encode documents into the tokens of two splits, in several threads but in a fixed order."""
 
 import hashlib
+import os
 import sys
 import time
 from collections import deque
@@ -13,8 +14,8 @@ import numpy as np
 import tiktoken
 
 from text import tokenizer
-from text.sources import STDIN, Corpus
-from text.tokenizer import JsonEncoding
+from text.sources import STDIN, Corpus, SourceError
+from text.tokenizer_json import JsonEncoding
 
 BATCH = 1 << 18  # characters that a thread encodes at a time
 PROGRESS_INTERVAL = 30.0  # seconds between progress lines
@@ -86,14 +87,36 @@ class Encoder:
         return tokens
 
 
-def join(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join the pieces of each document, since separate pieces may have different tokens."""
-    texts = []
+# A document that is encoded in one piece takes up to 150 bytes per character (measured).
+BYTES_PER_CHARACTER = 150
+
+
+def join(pieces: Iterable[Piece], at_words: bool, memory: int) -> Iterator[Piece]:
+    """Join the pieces of each document, since separate pieces may have different tokens.
+
+    at_words  the tokens do not change if a piece ends with a letter or digit, and the next begins
+              with a space or line break: such pieces stay apart
+    memory    bytes that encoding may take. Raises SourceError for a document that needs more.
+    """
+    texts = []  # of the document, or of its rest
+    size = 0  # characters
     for piece in pieces:
+        starts_word = piece.text[:1] in (" ", "\n")
+        if texts and at_words and starts_word and texts[-1][-1:].isalnum():
+            yield Piece(piece.split, "".join(texts), ends_document=False)
+            texts, size = [], 0
         texts.append(piece.text)
+        size += len(piece.text)
+        if BYTES_PER_CHARACTER * size > memory:
+            need = BYTES_PER_CHARACTER * size / 1e9
+            raise SourceError(
+                f"a document of at least {size:,} characters needs more than {need:.1f} GB of "
+                f"memory, because this tokenizer encodes it in one piece ({texts[0][:40]!r}...): "
+                "divide it with <|endoftext|>"
+            )
         if piece.ends_document:
             yield piece._replace(text="".join(texts))
-            texts = []
+            texts, size = [], 0
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -137,7 +160,7 @@ def tokenize(
     splitter = Splitter(corpus, val_fraction)
     pieces = splitter.pieces()
     if isinstance(encoder.encoding, JsonEncoding):
-        pieces = join(pieces)
+        pieces = join(pieces, encoder.encoding.encodes_words_alone, host_memory())
     began = reported = time.monotonic()
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for tokens in map_in_order(encoder, batches(pieces), num_threads):
@@ -147,6 +170,10 @@ def tokenize(
                 reported = time.monotonic()
                 print(describe_progress(splitter, reported - began), file=sys.stderr)
     return splitter
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_progress(splitter: Splitter, seconds: float) -> str:

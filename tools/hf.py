@@ -86,10 +86,12 @@ def export_model(source: Path, out: Path) -> None:
         write_json(work / "generation_config.json", generation)
         if encoding:
             if isinstance(encoding, tokenizer.JsonEncoding):
-                shutil.copyfile(trained.tokenizer, work / "tokenizer.json")
+                encoding.save(work)
+                end = encoding.end_of_text
             else:
                 write_tokenizer(encoding, work / "tokenizer.json")
-            write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, encoding))
+                end = tokenizer.END_OF_TEXT
+            write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, end))
         write_weights(path, meta_weights(trained.config), work / "model.safetensors")
         for file in work.iterdir():
             checkpoint.sync(file)
@@ -380,9 +382,7 @@ def write_tokenizer(encoding: tiktoken.Encoding, file: Path) -> None:
     write_json(file, spec)
 
 
-def tokenizer_config(config: ModelConfig, encoding: tiktoken.Encoding) -> dict:
-    names = encoding.special_tokens_set
-    end = next(name for name in tokenizer.ENDS_OF_TEXT if name in names)
+def tokenizer_config(config: ModelConfig, end: str) -> dict:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
@@ -413,7 +413,7 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
     if encoding.n_vocab > vocab_size:
         print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
         return None
-    shutil.copyfile(file, work / file.name)
+    encoding.save(work)
     return encoding
 
 
