@@ -151,9 +151,10 @@ class TokenDataset:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the validation split; nan if its meta.json lacks val_bytes."""
+        """Of the validation split; nan if its size is unknown, or if the tokens lose some text."""
         size = self.folder.val_bytes
-        return size / len(self.folder.tokens("val")) if size else math.nan
+        is_comparable = size and not self.folder.lost
+        return size / len(self.folder.tokens("val")) if is_comparable else math.nan
 
     def describe(self, n: int) -> Iterator[str]:
         epochs = n / len(self)
@@ -273,6 +274,7 @@ class TokenFolder:
     # The tokenizer's file as {name: contents}, to copy into checkpoints; empty if there is none
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
     val_bytes: int = 0  # size of the text in val.bin; 0: unknown
+    lost: float = 0.0  # share of the text that the tokens do not keep
 
     @property
     def tokenizer(self) -> str | None:
@@ -387,8 +389,8 @@ def read_folder(path: Path) -> TokenFolder:
     has_file = tokenizer not in (None, "bytes", "gpt2")  # unknown or built in
     tokenizer_file = read_tokenizer_file(path, tokenizer) if has_file else {}
     fingerprint = digest.hexdigest()[:16]
-    val_bytes = meta.get("val_bytes", 0)
-    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, val_bytes)
+    of_text = meta.get("val_bytes", 0), meta.get("lost", 0.0)
+    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, *of_text)
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -178,11 +178,14 @@ def describe_learning_rate(run: Run, origin: "Origin") -> Iterator[str]:
 def describe_evaluation(run: Run, start: Start, val_loss: float) -> str:
     """Return the line of --eval_only for `val_loss`, in nats per token."""
     bits = val_loss / math.log(2) / start.val_data.bytes_per_token
+    bits_per_byte = f"{bits:.6f} bits per byte"
+    if math.isnan(bits):
+        bits_per_byte = "bits per byte not comparable (text is lost, or its size is unknown)"
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     count = min(run.eval_sequences, len(start.val_data))
     return (
         f"{start.origin.path} on {run.data}: val_loss {val_loss:.6f}, "
-        f"perplexity {perplexity:,.4f}, {bits:.6f} bits per byte "
+        f"perplexity {perplexity:,.4f}, {bits_per_byte} "
         f"({plural(count, 'sequence')} of {run.seq_len:,} tokens)"
     )
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -265,9 +266,132 @@ def test_a_tokenizer_json_is_copied_into_the_folder(tokenizers, tmp_path):
     assert tokenizer.load_encoding(name).eot_token == n
 
 
-ADDED = {"id": 3000, "content": "<|im_end|>", "special": True} | dict.fromkeys(
-    ("single_word", "lstrip", "rstrip", "normalized"), False
+def added(name: str, number: int) -> dict:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, "special": True} | flags
+
+
+@pytest.mark.parametrize(
+    "config, flag, end",
+    [
+        (None, None, "</s>"),
+        ({"eos_token": "<eos>"}, None, "<eos>"),  # Gemma's
+        ({"eos_token": {"content": "<eos>", "lstrip": False}}, None, "<eos>"),
+        ({"eos_token": None}, None, "</s>"),
+        ({"eos_token": "<eos>"}, "<turn>", "<turn>"),
+        (None, "<eos>", "<eos>"),
+        ({"eos_token": "<gone>"}, None, "it has no token <gone>, which would end a document: name"),
+        (
+            None,
+            "<gone>",
+            "it has no token <gone>, which would end a document: name one with --end_",
+        ),
+    ],
 )
+def test_the_end_of_a_document_is_named_beside_the_tokenizer(
+    tokenizers, tmp_path, capsys, config, flag, end
+):
+    """And a checkpoint and an export of the run, which have their own copies, agree: P21."""
+    name = make_json(tokenizers, "gpt2", tmp_path / "tokenizer.json")
+    spec = json.loads(Path(name).read_text())
+    n = len(spec["model"]["vocab"])
+    spec["added_tokens"] += [added("<eos>", n), added("<turn>", n + 1)]
+    Path(name).write_text(json.dumps(spec))
+    if config:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "text").write_text("the text")
+    argv = f"--source {tmp_path}/text --tokenizer {name} --out {tmp_path}/tokens".split()
+    status = prepare.main(argv + (["--end_token", flag] if flag else []))
+    if end.startswith("it has no"):
+        assert status == 2 and end in capsys.readouterr().err
+        return
+    assert status == 0
+    folder = data.open_folder(tmp_path / "tokens")
+    ids = folder.tokens("train").tolist() + folder.tokens("val").tolist()
+    assert ids[-1] == {"</s>": 0, "<eos>": n, "<turn>": n + 1}[end]
+    copies = tmp_path / "checkpoint"
+    copies.mkdir()
+    for file, contents in folder.tokenizer_file.items():
+        (copies / file).write_bytes(contents)
+    assert tokenizer.load_encoding(f"{copies}/tokenizer.json").eot_token == ids[-1]
+
+
+def test_an_end_token_of_a_built_in_tokenizer_is_refused():
+    with pytest.raises(tokenizer.TokenizerError, match="--end_token x: bytes ends a document by"):
+        tokenizer.load_encoding("bytes", "x")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_documents_are_cut_only_where_no_token_can_change(tokenizers, tmp_path, kind):
+    encoding = tokenizer.load_encoding(make_json(tokenizers, kind, tmp_path / "a.json"))
+    texts = ["one", " two", "\nthree ", "four", ".", " five", "é", " 6", "\tseven"]
+    pieces = [encode.Piece("train", text, text == "\tseven") for text in texts]
+    joined = list(encode.join(pieces, encoding.encodes_words_alone, 10**9))
+    assert "".join(piece.text for piece in joined) == "".join(texts)
+    assert [piece.ends_document for piece in joined] == [False] * (len(joined) - 1) + [True]
+    is_cut = kind in ("gpt2", "llama 3")
+    assert encoding.encodes_words_alone == is_cut
+    expected = ["one", " two", "\nthree four. fiveé", " 6\tseven"] if is_cut else ["".join(texts)]
+    assert [piece.text for piece in joined] == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: spec.update(normalizer={"type": "Lowercase"}),
+        lambda spec: spec.update(pre_tokenizer=None),
+        lambda spec: spec["pre_tokenizer"].update(add_prefix_space=True),
+        lambda spec: spec["pre_tokenizer"].update(use_regex=False),
+        lambda spec: spec.update(pre_tokenizer=split_by("[a-z ]+")),
+        lambda spec: spec.update(pre_tokenizer={"type": "Whitespace"}),
+        lambda spec: spec["added_tokens"].append(added("of the", 3000) | {"special": False}),
+        lambda spec: spec["added_tokens"].append(
+            added("  ", 3000) | {"special": False, "lstrip": True}
+        ),
+    ],
+)
+def test_an_unknown_way_to_split_words_is_not_cut(tokenizers, tmp_path, change):
+    name = make_json(tokenizers, "gpt2", tmp_path / "a.json")
+    spec = json.loads(Path(name).read_text())
+    assert tokenizer.load_encoding(name).encodes_words_alone
+    change(spec)
+    Path(name).write_text(json.dumps(spec))
+    assert not tokenizer.load_encoding(name).encodes_words_alone
+
+
+def test_a_tokenizer_that_loses_text_is_not_comparable_by_bits_per_byte(
+    tokenizers, tmp_path, capsys
+):
+    """A vocabulary of words beat an honest one by far: N4."""
+    text = " ".join(f"word{i % 50} rare{i}" for i in range(300))
+    words = {f"word{i}": i for i in range(50)} | {"[UNK]": 50, "</s>": 51}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "words.json"))
+    honest = make_json(tokenizers, "gpt2", tmp_path / "honest.json")
+    for name, loses in ((str(tmp_path / "words.json"), True), (honest, False)):
+        folder = prepared(tmp_path / Path(name).stem, {"a": text}, name=name)
+        (said,) = re.findall(r"(.*) of the first (.*) bytes do not", capsys.readouterr().out) or [
+            ()
+        ]
+        assert math.isnan(folder.open("val", 8, None).bytes_per_token) == bool(said) == loses
+        if loses:
+            lost, size = (int(number.replace(",", "")) for number in said)
+            # All letters of rareN but those of the [UNK] in its place, and no more
+            rare = sum(len(f"rare{i}") for i in range(300))
+            assert size == len(text) and 0.9 * rare < lost <= rare
+            assert folder.lost == lost / size
+
+
+def test_a_document_too_large_for_one_piece_is_refused_with_the_estimate():
+    pieces = [encode.Piece("train", "x" * 1000, False)] * 20
+    assert len(list(encode.join(pieces[:9], False, 1_500_000))) == 0  # it has not ended
+    with pytest.raises(sources.SourceError, match="at least 11,000 characters needs .* 0.0 GB"):
+        list(encode.join(pieces, False, 1_500_000))
+
+
+ADDED = added("<|im_end|>", 3000)
 CHANGES = {
     "it has no token <|endoftext|>, <|end_of_text|>, </s>, which would": [ADDED],
     "of Hugging Face: 'int' object is not subscriptable": [5],

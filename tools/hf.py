@@ -11,7 +11,6 @@ import dataclasses
 import json
 import mmap
 import os
-import shutil
 import sys
 from pathlib import Path
 
