@@ -263,6 +263,15 @@ def test_what_is_no_text_is_refused_with_a_remedy(tmp_path, name, takes_binary):
     assert corpus.describe_skipped() == f"1 {kind}" and remedy.startswith(f"1 {kind} skipped")
 
 
+@pytest.mark.parametrize("name", ["c.jsonl", "d.txt", "b.jsonl", "a.tar.gz", "b.txt"])
+def test_standard_input_that_is_no_text_is_refused(name):
+    contents, problem = NO_TEXTS[name]
+    corpus = find_files(["-"], takes_binary=True)
+    match = re.escape(f"--source /dev/stdin is refused {problem}")
+    with standard_input(contents), pytest.raises(SourceError, match=match):
+        list(corpus.read())
+
+
 @pytest.mark.parametrize(
     "name, contents",
     [
