@@ -309,6 +309,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): (B, T, d_model) -> (B, T, d_model)."""
 
+    activation = staticmethod(F.silu)
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Linear(config.d_model, config.d_ff, bias=False)
@@ -316,7 +318,7 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

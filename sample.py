@@ -6,6 +6,7 @@ python sample.py --run runs/tiny/checkpoints/step-00000700 --temperature 0 --max
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,15 +72,19 @@ def build_parser() -> errors.Parser:
         "document)",
     )
 
-    def add_number(flag: str, default: float, help: str, least: float = 0) -> None:
+    def add_number(*flags: str, default: float, help: str, least: float = 0) -> None:
         kind = errors.number(type(default), least, below=2**32)
-        add(flag, type=kind, default=default, metavar="N", help=f"{help} (default: {default})")
+        add(*flags, type=kind, default=default, metavar="N", help=f"{help} (default: {default})")
 
-    add_number("--max_new_tokens", 500, "tokens to sample, unless the document ends earlier")
-    add_number("--temperature", 0.8, "0 takes the most likely token")
-    add_number("--top_k", 0, "sample only from the N most likely tokens; 0: from all")
-    add_number("--top_p", 1.0, "sample only from the fewest tokens with total probability N", 1e-9)
-    add_number("--seed", 0, "the same seed gives the same text")
+    longest = "tokens to sample, unless the document ends earlier"
+    add_number("--max_new_tokens", "--max_tokens", default=500, help=longest)
+    add_number("--num_samples", default=1, help="texts, with the seeds from --seed on", least=1)
+    add_number("--temperature", default=0.8, help="0 takes the most likely token")
+    likely = "sample only from the N most likely tokens; 0: from all"
+    add_number("--top_k", default=0, help=likely)
+    nucleus = "sample only from the fewest tokens with total probability N"
+    add_number("--top_p", default=1.0, help=nucleus, least=1e-9)
+    add_number("--seed", default=0, help="the same seed gives the same text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     return parser
 
@@ -97,23 +102,30 @@ def encode_prompt(prompt: str, trained: Trained) -> list[int]:
 
 
 def sample(args: argparse.Namespace, device: torch.device) -> None:
-    """Print the prompt and its continuation, token by token."""
+    """Print the prompt and its continuations, token by token."""
     path = newest_checkpoint(args.run)
     trained = read_trained(path)
-    name = trained.tokenizer
     prompt = encode_prompt(args.prompt, trained)
     model = load_model(path, trained.config, device)
+    name = trained.tokenizer
     stop = tokenizer.load_encoding(name).eot_token if name else None
-    how = Sampling(args.temperature, args.top_k, args.top_p, stop, args.seed)
-    seq_len, vocab_size = trained.config.seq_len, trained.vocab_size
-    n = args.max_new_tokens
-    tokens = generate(model, prompt, n, how, seq_len=seq_len, vocab_size=vocab_size, device=device)
-    texts = tokenizer.decode(name, tokens, prompt if args.prompt else [])
+    size = {"seq_len": trained.config.seq_len, "vocab_size": trained.vocab_size, "device": device}
+    for seed in range(args.seed, args.seed + args.num_samples):
+        if seed > args.seed:
+            print("-" * 80)
+        how = Sampling(args.temperature, args.top_k, args.top_p, stop, seed)
+        tokens = generate(model, prompt, args.max_new_tokens, how, **size)
+        print_text(args.prompt, prompt, name, tokens)
+
+
+def print_text(text: str, prompt: list[int], name: str | None, tokens: Iterator[int]) -> None:
+    """Print the prompt and the tokens that follow it. `name` is the tokenizer."""
+    texts = tokenizer.decode(name, tokens, prompt if text else [])
     beginning = next(texts, "")  # before printing the prompt: the model may be broken
-    shown = args.prompt if name else "".join(tokenizer.decode(None, prompt))
+    shown = text if name else "".join(tokenizer.decode(None, prompt))
     print(shown, beginning, sep="", end="", flush=True)
-    for text in texts:
-        print(text, end="", flush=True)
+    for piece in texts:
+        print(piece, end="", flush=True)
     print()
 
 

@@ -28,8 +28,8 @@ from conftest import (
 import checkpoint
 from errors import UsageError
 from log import read_starts
-from tools import compare, plan
-from tools.measuring import hosts
+from tools import plan
+from tools.measuring import hosts, runs
 from tools.planning import predict
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
@@ -239,7 +239,7 @@ def test_the_goodput_of_a_killed_run_is_as_predicted(tokens, tmp_path):
             rank.join()
     wait_until(lambda: rows(out)[-1]["step"] > read_starts(out)[-1]["step"], 60)
     rank.kill()
-    log = compare.read(str(out), "killed")
+    log = runs.read(str(out), "killed")
     goodput, between = log.training[-1]["time"] / log.age, log.age / 15
     _, _, took = plan.parse(["--run", str(out), "--peak_tflops", "1"])
     interval = 100 * took.step_time

@@ -210,6 +210,7 @@ TRAINED = {
     "share": "--clip share --max_grad_norm 0.1",
     "noise": "--clip noise",
     "window": "--seq_len 32",
+    "gelu": "",
 }
 MESHES = {"--strategy ddp": 2, "--strategy fsdp": 2, "--strategy hsdp --dp_shard 2": 4}
 
@@ -243,6 +244,15 @@ def test_each_gradient_is_clipped_to_its_share__share(fork):
     norm = first["embed.weight"]["exp_avg_norm"]
     assert first["embed.weight"]["clipped"] == 1
     assert norm == pytest.approx(0.1 * 0.1 * (320 * 32 / parameters) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_an_export_names_the_activation__gelu(fork):
+    run = fork.train(1, "--max_steps 1", "run")
+    fork.python("-m", "tools.hf", "export", run, fork.folder / "hf")
+    config = json.loads((fork.folder / "hf/config.json").read_text())
+    assert config["hidden_act"] == "gelu"
+    fork.python("-m", "tools.hf", "import", fork.folder / "hf", fork.folder / "again")
 
 
 @pytest.mark.slow

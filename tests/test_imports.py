@@ -5,6 +5,7 @@ A leaf can be copied into another project as a single file.
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,16 +29,13 @@ ORDER = [
     "sample",
     "train",
     "tools.common",
+    "tools.measuring.harness tools.measuring.runs tools.measuring.tables",
     "tools.planning.rehearse",
     "tools.planning.predict",
-    "tools.checkpoint tools.measuring.harness",
-    "tools.measuring.commits",
-    "tools.compare",
-    "tools.hf tools.measuring.hosts tools.replay",
-    "tools.bench tools.report",
-    "tools.measuring.parity",
+    "tools.measuring.commits tools.measuring.hosts tools.measuring.parity",
     "tools.measuring.fuzz",
-    "tools.check tools.plan",
+    "tools.bench tools.check tools.checkpoint tools.compare tools.hf tools.plan tools.replay",
+    "tools.report",
 ]
 LINE = {name: i for i, names in enumerate(ORDER) for name in names.split()}
 
@@ -85,6 +83,29 @@ def test_a_leaf_imports_only_torch_numpy_and_the_stdlib(name):
 
 # What decides how a run starts, and the run: their changes should reach one file of tools/
 STARTS = {"config", "start", "train"}
+
+
+COMMANDS = [name for name in MODULES if re.fullmatch(r"tools\.\w+", name)]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tools.")])
+def test_no_file_of_tools_imports_a_command(name):
+    assert not imported_modules(MODULES[name]) & {*COMMANDS} - {"tools.common"}
+
+
+def test_no_function_body_of_eight_lines_occurs_twice_in_tools():
+    found = {}
+    for name in MODULES:
+        nodes = ast.walk(parse(MODULES[name])) if name.startswith("tools.") else ()
+        for function in [node for node in nodes if isinstance(node, ast.FunctionDef)]:
+            body = ast.unparse([part for part in function.body if not is_docstring(part)])
+            if body.count("\n") >= 7:
+                found.setdefault(body, []).append(f"{name}.{function.name}")
+    assert [names for names in found.values() if len(names) > 1] == []
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("tools.")])

@@ -172,7 +172,7 @@ def test_the_estimate_of_activations_is_exact(dtype, shape, batch):
     assert memory_of(run)["activations"] == (kept_by[1] - kept_by[0]) * 3 / 2 > 0
 
 
-GATE = "return self.down(F.silu(self.gate(x)) * self.up(x))"
+GATE = "return self.down(self.activation(self.gate(x)) * self.up(x))"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def text(capsys):
     return call
 
 
+def test_several_samples_have_the_seeds_from_the_first_on(trained, text):
+    alone = [text(trained, "--prompt", "the", "--seed", str(seed)).out for seed in (5, 6, 7)]
+    assert len({*alone}) == 3
+    options = "--prompt the --seed 5 --num_samples 3 --max_tokens 10"
+    said = text(trained, *options.split()).out
+    assert said == f"{'-' * 80}\n".join(alone)
+
+
 def test_sampling_needs_only_the_checkpoint(with_file, tmp_path):
     path = last_checkpoint(with_file)
     manifest = checkpoint.read_manifest(path)

@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import torch
 import errors
 from log import read_starts
 from model import SIZES
-from tools.compare import markdown_table
 from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
 from tools.measuring.hosts import hosts, torchrun
+from tools.measuring.tables import add_flags, count, markdown_table, three_digits
 
 # Flags of a run that only trains and logs every step
 ONLY_STEPS = [
@@ -230,12 +230,6 @@ MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshar
 # The command line
 
 
-def count(default: int | None, what: str) -> dict:
-    """Return argparse options of a positive integer. `what` explains a default that is None."""
-    help = what if default is None else f"{what} (default: {default})"
-    return dict(type=errors.number(int, 1), default=default, metavar="N", help=help)
-
-
 COMMON = {
     "device": dict(default="auto", choices=("auto", "cpu", "cuda")),
     "flags": dict(default="", help="more flags for our train.py, as one argument"),
@@ -265,12 +259,6 @@ FLAGS = {
         **COMMON,
     },
 }
-
-
-def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
-    """Add `flags`, a dict from flag to argparse options."""
-    for name, options in flags.items():
-        parser.add_argument(f"--{name}", **options)
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -310,11 +298,6 @@ def cell(value) -> str:
     if len(value) == 1:
         return median
     return f"{median} ({three_digits(min(value))} ... {three_digits(max(value))})"
-
-
-def three_digits(number: float) -> str:
-    """Format with three significant digits, or from 100 on as an integer."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def main(argv: list[str]) -> int:

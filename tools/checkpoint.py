@@ -7,21 +7,19 @@ A RUN is a run folder, such as runs/tiny; a CHECKPOINT is a folder in it, such a
 runs/tiny/checkpoints/step-00000700.
 """
 
-import contextlib
-import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 import checkpoint
 import errors
-from checkpoint import CheckpointError, PathError
-from tools.common import checkpoints_at, newest_checkpoint
-
-FULL = "full.safetensors"
+from checkpoint import CheckpointError
+from tools.common import (
+    checkpoints_at,
+    new_folder,
+    newest_checkpoint,
+    read_full,
+    write_full,
+)
 
 
 def verify(path: Path) -> None:
@@ -67,56 +65,6 @@ def consolidate(named: Path, out: Path) -> None:
                 checkpoint.write_file(work / name, [(path / name).read_bytes()])
         files = kept | write_full(work, layout, lambda name: read_full(reader, name))
         checkpoint.complete(work, out, manifest | {"files": files})
-
-
-def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
-    """Return a full tensor of a checkpoint. Raises CheckpointError."""
-    full = reader.tensors[name].full
-    pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
-    full = torch.empty_like(full, device="cpu")  # only now: the files contain all its bytes
-    for place, saved in pieces:
-        full[place] = saved
-    return full
-
-
-def write_full(
-    folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor]
-) -> dict[str, dict]:
-    """Write the one file and its index; return their entries in the manifest.
-
-    `layout` maps names to meta tensors; read(name) returns the values of one.
-    """
-    index = {}
-    for name, tensor in layout.items():
-        index[name] = {
-            "dtype": checkpoint.DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "cuts": [[0]] * tensor.dim(),
-            "grid": [0],
-        }
-    full = checkpoint.write_safetensors(folder / FULL, layout, read)
-    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
-
-    If the block fails, removes it and raises CheckpointError. Raises PathError if `out` exists.
-    """
-    if out.exists():
-        raise PathError(f"{out} exists: remove it or choose another name")
-    work = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-        work.mkdir(parents=True)
-        yield work
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,14 +4,20 @@ No other file of tools/ imports config, start or train, so a change of those is 
 this file. Commands keep the flags that were given as {name: value}.
 """
 
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+import checkpoint
 import config
 import data
 import dist
 import start
+from checkpoint import CheckpointError, PathError
 from config import FLAGS, Config, Run, build_parser, default_out
 from data import DataFacts
 from dist import Machine
@@ -54,6 +60,11 @@ __all__ = [
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
+    # a checkpoint in one file
+    "FULL",
+    "new_folder",
+    "read_full",
+    "write_full",
     # the run itself
     "MicroBatches",
     "State",
@@ -126,3 +137,59 @@ def fake_machine(world_size: int, local_size: int | None = None) -> Machine:
     local_size = local_size or world_size
     device = torch.device("cpu")
     return dist.read_machine(dist.World(0, world_size, 0, local_size, device, None, None))
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint in one file
+
+FULL = "full.safetensors"
+
+
+def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
+    """Return a full tensor of a checkpoint. Raises CheckpointError."""
+    full = reader.tensors[name].full
+    pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
+    full = torch.empty_like(full, device="cpu")  # only now: the files contain all its bytes
+    for place, saved in pieces:
+        full[place] = saved
+    return full
+
+
+def write_full(
+    folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor]
+) -> dict[str, dict]:
+    """Write the one file and its index; return their entries in the manifest.
+
+    `layout` maps names to meta tensors; read(name) returns the values of one.
+    """
+    index = {}
+    for name, tensor in layout.items():
+        index[name] = {
+            "dtype": checkpoint.DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "cuts": [[0]] * tensor.dim(),
+            "grid": [0],
+        }
+    full = checkpoint.write_safetensors(folder / FULL, layout, read)
+    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
+
+    If the block fails, removes it and raises CheckpointError. Raises PathError if `out` exists.
+    """
+    if out.exists():
+        raise PathError(f"{out} exists: remove it or choose another name")
+    work = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
+        work.mkdir(parents=True)
+        yield work
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -20,11 +20,11 @@ import torch
 import checkpoint
 import errors
 from errors import UsageError
-from model import ModelConfig, RopeScaling, meta_model
+from model import MLP, ModelConfig, RopeScaling, meta_model
 from sample import read_trained
 from text import tokenizer
 from tools import common
-from tools.checkpoint import new_folder, read_full, write_full
+from tools.common import new_folder, read_full, write_full
 
 # Module of the decoder -> module of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -145,7 +145,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tied,
-        "hidden_act": "silu",
+        "hidden_act": MLP.activation.__name__,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
@@ -173,7 +173,7 @@ def special_ids(encoding: tiktoken.Encoding | None) -> dict:
 # these two model types in transformers.
 COMPUTED = {
     "model_type": ("llama", "mistral"),
-    "hidden_act": ("silu",),
+    "hidden_act": (MLP.activation.__name__,),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "sliding_window": (None,),
@@ -254,7 +254,8 @@ def read_config(hf: dict) -> ModelConfig:
     """Return the model of a config.json. Raises ValueError, or what from_hf catches if damaged."""
     rope = read_rope(hf)
     if feature := missing_feature(hf, rope):
-        raise ValueError(f"the model needs {feature}, which this decoder does not have")
+        fork = "; the fork qwen3 in docs/forking.md has it" if hf["model_type"] == "qwen3" else ""
+        raise ValueError(f"the model needs {feature}, which this decoder does not have{fork}")
     return ModelConfig(
         **read_sizes(hf),
         rope_theta=float(rope["rope_theta"]),

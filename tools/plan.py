@@ -25,9 +25,9 @@ from data import DataFacts
 from errors import UsageError
 from model import SIZES
 from tools import common
-from tools.bench import add_flags, count
 from tools.common import Origin, Run, flag_value
-from tools.compare import read
+from tools.measuring.runs import read
+from tools.measuring.tables import add_flags, count
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal, rehearse

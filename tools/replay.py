@@ -38,7 +38,7 @@ from model import eval_mode
 from text import tokenizer
 from tools import common
 from tools.common import NEW_RUN, Run, State, flag_value, say
-from tools.compare import read_rows, relative_difference
+from tools.measuring.runs import read_rows, relative_difference
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
 SHOWN = 20  # sequences and parameters

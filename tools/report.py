@@ -20,7 +20,7 @@ from statistics import median
 import errors
 from errors import UsageError
 from log import replace_file
-from tools import compare
+from tools.measuring.runs import Log, compare, read_all
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # uPlot 1.6.32 from npm. It draws thousands of points on a canvas, where SVG needs an element for
@@ -36,7 +36,7 @@ FIELDS += ["peak_device_memory", "peak_host_memory", "time"]
 # Series
 
 
-def series_of(log: compare.Log) -> dict[str, tuple[list, list]]:
+def series_of(log: Log) -> dict[str, tuple[list, list]]:
     """Return the steps and values of each series, by name; non-finite values are nan."""
     found = {}
 
@@ -113,7 +113,7 @@ def rounded(value: float) -> float | None:
 def phases(rows: list[dict], starts: list[dict]) -> list[list]:
     """Return [seconds, cause] of each phase of a run.
 
-    `rows` and `starts` are those of a compare.Log. A row was written at the end of what it reports.
+    `rows` and `starts` are those of a Log. A row was written at the end of what it reports.
     """
     events = sorted([*starts, *rows], key=lambda event: event["at"])
     saved = {row["step"] for row in rows if "event" in row}
@@ -169,7 +169,7 @@ def durations(ends: list[tuple[float, str]]) -> list[list]:
 # The page
 
 
-def describe(log: compare.Log, max_points: int) -> dict:
+def describe(log: Log, max_points: int) -> dict:
     """Return all that the page shows for one run, with at most max_points of each series."""
     series = {}
     for name, (steps, values) in series_of(log).items():
@@ -191,19 +191,19 @@ def describe(log: compare.Log, max_points: int) -> dict:
     }
 
 
-def write(folders: list[str], out: Path, follow: bool) -> list[compare.Log]:
+def write(folders: list[str], out: Path, follow: bool) -> list[Log]:
     """Write the page, in ASCII, atomically; return the logs that it shows.
 
     Raises UsageError if a run cannot be read.
     """
-    logs = compare.read_all(folders)
+    logs = read_all(folders)
     max_points = MAX_POINTS // len(logs)
     data = {
         "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
         "maxPoints": max_points,
         "runs": [describe(log, max_points) for log in logs],
-        "compared": list(zip(*compare.compare(logs, tolerance=1e-2))),
+        "compared": list(zip(*compare(logs, tolerance=1e-2))),
     }
     page = TEMPLATE.read_text()
     page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())

@@ -32,8 +32,7 @@ import prepare
 from errors import UsageError, plural
 from model import ModelConfig
 from tools import common
-from tools.checkpoint import read_full
-from tools.common import NEW_RUN, Origin, Run
+from tools.common import NEW_RUN, Origin, Run, read_full
 from tools.measuring import parity
 from tools.measuring.harness import temporary_folder
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog

@@ -22,9 +22,9 @@ import optim
 from data import Source
 from errors import RunError
 from tools import common
-from tools.bench import three_digits
 from tools.common import Origin, Run, State
-from tools.compare import read_rows
+from tools.measuring.runs import read_rows
+from tools.measuring.tables import three_digits
 
 PERTURBED, SPREADS = 3, 8
 COLUMNS = ("loss", "grad_norm")  # of the log

@@ -1,0 +1,30 @@
+"""The flags and the tables that commands print."""
+
+from argparse import ArgumentParser
+
+import errors
+
+
+def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
+    """Add `flags`, a dict from flag to argparse options."""
+    for name, options in flags.items():
+        parser.add_argument(f"--{name}", **options)
+
+
+def count(default: int | None, what: str) -> dict:
+    """Return argparse options of a positive integer. `what` explains a default that is None."""
+    help = what if default is None else f"{what} (default: {default})"
+    return dict(type=errors.number(int, 1), default=default, metavar="N", help=help)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    ruler = ["---"] * len(header)
+    lines = []
+    for cells in (header, ruler, *rows):
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def three_digits(number: float) -> str:
+    """Format with three significant digits, or from 100 on as an integer."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
