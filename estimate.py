@@ -130,19 +130,20 @@ def pass_bytes(run) -> dict[str, int]:
 
     Nothing if the model cannot run without values: see `flops_per_token`.
     """
-    if flops_per_token(run.model_config) is None:
-        return {}
     is_sharded = run.strategy in ("fsdp", "hsdp") or run.tp > 1  # FSDP: see dist.parallelize
-    one, per_block, last = peaks_of_pass(
-        run.model_config,
-        run.compute_dtype,
-        run.loss_chunks,
-        weights_dtype=run.compute_dtype if is_sharded else torch.float32,
-        micro_batch_size=run.micro_batch_size,
-        activation_checkpointing=run.activation_checkpointing,
-        tp=run.tp,
-        on_gpu=run.device != "cpu",
-    )
+    try:
+        one, per_block, last = peaks_of_pass(
+            run.model_config,
+            run.compute_dtype,
+            run.loss_chunks,
+            weights_dtype=run.compute_dtype if is_sharded else torch.float32,
+            micro_batch_size=run.micro_batch_size,
+            activation_checkpointing=run.activation_checkpointing,
+            tp=run.tp,
+            on_gpu=run.device != "cpu",
+        )
+    except RuntimeError:
+        return {}
     activations = run.n_layer * per_block
     gathered = 0
     if is_sharded:
