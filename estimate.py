@@ -181,8 +181,8 @@ def peaks_of_pass(
 ) -> tuple[int, int, int]:
     """Measure the bytes of tensors in forward and backward, beside weights and gradients.
 
-    Returns the peak with one block until backward has reached the embedding, what each further
-    block adds to it, and the peak from then on.
+    Returns the peak with one block while there are activations of blocks, what each further block
+    adds to it, and the peak in forward and backward of the embedding.
     """
 
     def peaks(net: Transformer) -> tuple[int, int]:
@@ -206,6 +206,7 @@ def peaks_of_pass(
         live = LiveBytes(net.parameters())
 
         def watch(module, inputs: tuple, x: Tensor) -> None:
+            live.begin_peak()
             if x.requires_grad:
                 x.register_hook(live.begin_peak)
 
@@ -214,7 +215,8 @@ def peaks_of_pass(
         tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
         with live:
             net(tokens, targets=tokens).backward()
-        return live.peaks[0], live.peaks[-1]
+        of_blocks = live.peaks[1]
+        return of_blocks, max(live.peaks[0], live.peaks[-1])
 
     one, two = map(peaks, models_of_one_and_two_blocks(model_config, dtype))
     return one[0], two[0] - one[0], one[1]

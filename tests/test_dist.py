@@ -216,6 +216,8 @@ def losses_around_a_replacement(argv: list[str]) -> list[float]:
     with dist.weights_replaced(run.state.decoder, zeros):
         found.append(train.evaluate(run.state, run.start.val_batches))
     found.append(train.evaluate(run.state, run.start.val_batches))
+    with dist.weights_replaced(run.state.decoder, {"norm.weight": zeros["norm.weight"]}):
+        assert train.evaluate(run.state, run.start.val_batches) == found[1]
     for step in (2, 3):
         train_step(run, step)
         found.append(float(run.state.loss))

@@ -206,3 +206,25 @@ def test_all_layers_are_rehearsed_if_they_depend_on_each_other(pool):
     """A bucket of DDP has several layers, and Muon distributes the matrices of all layers."""
     texts = ["ddp --n_layer 9", "fsdp --n_layer 9 --optimizer muon", *EXTENDED]
     assert [pool(1, first_rehearsed, text) for text in texts] == [[9], [9], [5], [2]]
+
+
+def estimated_and_rehearsed(texts: list[str]) -> list[tuple[int, int]]:
+    found = []
+    for rehearsed in rehearse_on_gpus(texts):
+        estimate = memory_of(rehearsed.run, train.update_rules(rehearsed.run))
+        found.append((sum(estimate.values()), rehearsed.peak))
+    return found
+
+
+def test_the_estimate_of_a_start_is_close_to_a_rehearsal(pool):
+    """Where the logits, gathered weights, or the gradient of a large embedding decide."""
+    base = "--model gpt2-124m --global_batch_size 1024 --micro_batch_size 2 --dtype bfloat16"
+    texts = [
+        f"{base} --strategy fsdp --loss_chunks 2 --n_layer 2",
+        f"{base} --strategy fsdp --loss_chunks 1 --n_layer 2",
+        f"{base} --strategy ddp --n_layer 40 --seq_len 64 --activation_checkpointing full",
+        f"{base} --strategy ddp --n_layer 3 --seq_len 32 --activation_checkpointing full",
+    ]
+    (found,) = pool(1, estimated_and_rehearsed, texts)
+    for estimate, peak in found:
+        assert estimate == pytest.approx(peak, rel=0.045)
