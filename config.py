@@ -674,6 +674,8 @@ PEAK_TFLOPS = {
     # nvidia.com/en-us/data-center/l4: 242 with sparsity; L40S data sheet: 362.05 dense
     "NVIDIA L4": 121,
     "NVIDIA L40S": 362,
+    # RTX A6000 data sheet: 309.7 with sparsity
+    "NVIDIA RTX A6000": 154.8,
     # White papers, dense: Ada, appendix A: 165.2; RTX Blackwell, table 3: 209.5
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,

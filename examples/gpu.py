@@ -134,6 +134,7 @@ def ceilings() -> dict[str, float]:
     a, b = torch.empty(2, 2**31, dtype=torch.uint8, device="cuda")
     copy = min(seconds(lambda: a.copy_(b)) for _ in range(3))
     found["copy, TB/s"] = 2 * a.nbytes / copy / 1e12  # read and written
+    products, attentions = [], []
     for m, k, n in (
         (8192, 8192, 8192),
         (32768, 768, 768),  # gpt2-124m: q, k, v, out
@@ -142,12 +143,21 @@ def ceilings() -> dict[str, float]:
     ):
         x, weight = random(m, k).detach(), random(n, k).detach()
         product = min(seconds(partial(torch.mm, x, weight.T)) for _ in range(3))
-        found[f"{m} x {k} x {n}, TFLOP/s"] = 2 * m * k * n / product / 1e12
+        products.append(2 * m * k * n / product / 1e12)
+        found[f"{m} x {k} x {n}, TFLOP/s"] = products[-1]
     for shape in ((32, 12, 1024, 64), (8, 16, 2048, 128), (2, 32, 8192, 128), (1, 12, 384, 64)):
+        of_kernels = []
         for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-            for name, value in attention_speed(shape, kernel).items():
+            speeds = attention_speed(shape, kernel)
+            for name, value in speeds.items():
                 size = " x ".join(map(str, shape))
                 found[f"{kernel.name} {size}, {name}"] = value
+            # Two products forward and five backward
+            of_kernels.append(7 / (2 / speeds["TFLOP/s"] + 5 / speeds["backward, TFLOP/s"]))
+        attentions.append(max(of_kernels))
+    # What tools.plan reads
+    found["products, TFLOP/s"] = max(products)
+    found["attention, TFLOP/s"] = statistics.median(attentions)
     return found
 
 

@@ -61,7 +61,10 @@ def run_on_gpu(function: str, *arguments) -> dict:
 @pytest.mark.slow
 def test_the_ceilings_are_measured_on_a_fake_gpu(gpus):  # noqa: F811
     (found,) = gpus(1, run_on_gpu, "ceilings")
-    assert len(found) == 2 + 4 + 4 * 2 * 4
+    assert len(found) == 2 + 4 + 4 * 2 * 4 + 2
+    products = [speed for name, speed in found.items() if name[0].isdigit()]
+    assert found["products, TFLOP/s"] == max(products)
+    assert found["attention, TFLOP/s"] > 0
 
 
 @pytest.mark.slow

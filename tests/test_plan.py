@@ -253,7 +253,7 @@ def test_json_has_the_figures_of_the_text(monkeypatch, capsys):
         f"{one['flops'] / 1e12:.1f} + {one['recomputed_flops'] / 1e12:.1f} recomputed TFLOP",
         f"{one['exposed']['dp_shard']:.4g} of {one['communication']['dp_shard']:.4g} s",
         f"= {one['step_time']:.4g} s\n",
-        f"here {one['step_time']:.4g} to {1.23 * one['step_time']:.4g} s; a quarter was faster",
+        f"here {0.98 * one['step_time']:.4g} to {1.42 * one['step_time']:.4g} s",
         f"{one['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {one['mfu']:.1%}",
         f"{one['training_hours']:,.1f} hours x {one['mesh']['dp_shard']}",
         f"one in {predict.INTERRUPTION / 8:,.3g} hours; a save costs {goodput['save']:.3g} s",
@@ -333,7 +333,8 @@ SETS = {"fitted": "fitted on", "unseen": "not seen", "further": "further", "blin
 def test_the_published_rows_can_be_planned():
     sets = collections.Counter(row["set"] for row in PUBLISHED)
     assert sets == {"fitted": 12, "unseen": 54, "further": 12, "blind": 21}
-    assert {device.name for device in predict.DEVICES.values()} <= {None, *PEAK_TFLOPS}
+    for device in predict.DEVICES.values():
+        assert device.kind == "cpu" or device.float32 or device.name in PEAK_TFLOPS
     for row in PUBLISHED[::6]:
         plan.parse(row["flags"].split())
         assert row["source"] and row["tokens_per_second_per_device"] > 0
@@ -384,8 +385,10 @@ def test_errors_of_published_runs_match_docs_plan(pool):
     ratios = {name: [] for name in SETS}
     for row, error in zip(PUBLISHED, errors):
         ratios[row["set"]].append(1 + error)
-    low, _, high = statistics.quantiles(ratios["unseen"], method="inclusive")
+    low, _, high = statistics.quantiles(ratios["blind"], method="inclusive")
     assert (low, high) == pytest.approx(predict.TOOK, abs=0.005)
+    compiled = [1 + error for row, error in zip(PUBLISHED, errors) if "124M" in row["name"]]
+    assert (min(compiled), max(compiled)) == pytest.approx(predict.COMPILED, abs=0.005)
     assert sum(low <= ratio <= high for ratio in ratios["further"]) == 6
     documented = (ROOT / "docs/plan.md").read_text().splitlines()
     assert set(table) <= set(documented)
@@ -400,6 +403,43 @@ def test_the_cluster_has_the_bandwidths_of_the_flags():
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
     assert request.cluster.machine.local_size == 4
+
+
+@pytest.mark.parametrize(
+    "device, dtype, tflops",
+    [("rtx4090", "bfloat16", 165.2), ("a6000", "bfloat16", 154.8), ("v100", "float32", 15.7)],
+)
+def test_a_workstation_card_needs_no_peak_tflops(device, dtype, tflops):
+    request, *_ = plan.parse(f"{ON_HOSTS_OF_4} --device_type {device}".split())
+    run = request.resolve()
+    assert run.dtype == dtype
+    assert predict.peak_flops(request.cluster, run) == tflops * 1e12
+
+
+def test_what_was_measured_on_a_device_comes_before_the_assumptions(tmp_path):
+    speeds = {"products, TFLOP/s": 494.5, "attention, TFLOP/s": 346.15, "copy, TB/s": 2.01}
+    of_h100 = {
+        "device": "NVIDIA H100 80GB HBM3",
+        "steps": {"ceilings": {"status": 0, "figures": speeds}},
+    }
+    failed = of_h100 | {"steps": {"ceilings": {"status": 1}}}
+    for name, contents in (("earlier", failed), ("h100", of_h100)):
+        (tmp_path / "results" / name).mkdir(parents=True)
+        (tmp_path / "results" / name / "a.json").write_text(json.dumps(contents))
+    h100 = predict.with_measured(predict.DEVICES["h100"], tmp_path / "results")
+    assert (h100.products, h100.attention, h100.stream) == pytest.approx((0.5, 0.7, 0.6))
+    assert h100.measured == "results/h100/a.json"
+    h200 = predict.DEVICES["h200"]
+    assert predict.with_measured(h200, tmp_path / "results") == h200
+    # 1 s each at the measured speeds: a product, attention, and what moves 2.01 TB
+    cluster = dataclasses.replace(CLUSTER, device=h100, achieved=None)
+    for name, flops, moved in (
+        ("mm", 494.5e12, 0),
+        ("_flash_attention", 346.15e12, 0),
+        ("add", 0, 2.01e12),
+    ):
+        row = Operation("forward", name, (), count=1, flops=flops, bytes=moved)
+        assert predict.operation_seconds(row, 989e12, cluster) == pytest.approx(1)
 
 
 def test_the_vocabulary_is_read_from_the_data(tokens):

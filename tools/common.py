@@ -18,7 +18,7 @@ import data
 import dist
 import start
 from checkpoint import CheckpointError, PathError
-from config import FLAGS, Config, Run, build_parser, default_out
+from config import FLAGS, PEAK_TFLOPS, Config, Run, build_parser, default_out
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
@@ -39,6 +39,7 @@ from train import MicroBatches, State, build, empty_model, load, load_mixture, t
 __all__ = [
     # flags
     "FLAGS",
+    "PEAK_TFLOPS",
     "build_parser",
     "default_out",
     "flag_value",

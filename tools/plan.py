@@ -132,7 +132,7 @@ def make_cluster(
         raise UsageError(
             f"--world_size {world_size} is not a multiple of --nproc_per_node {local_size}"
         )
-    device = DEVICES[device_type]
+    device = predict.with_measured(DEVICES[device_type])
     bandwidths = {
         "intra_bandwidth": options.intra_host_bandwidth,
         "host_bandwidth": options.inter_host_bandwidth,
@@ -146,7 +146,7 @@ def make_cluster(
         device_memory=device.memory or here.device_memory,
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
-        has_bfloat16=device.kind == "cuda" or here.has_bfloat16,
+        has_bfloat16=here.has_bfloat16 if device.kind == "cpu" else device.float32 is None,
     )
 
 
@@ -400,6 +400,8 @@ def describe_step(plan: Plan) -> Iterator[str]:
         f"compute     {flops / 1e12:,.1f}{recomputed} TFLOP in {speed.compute:.4g} s: "
         f"{(flops + repeated) / speed.compute / speed.peak:.1%} of {speed.peak / 1e12:,.4g} TFLOP/s"
     )
+    if file := plan.request.cluster.device.measured:
+        yield f"            with the speeds of products, attention and memory in {file}"
     exposed = [
         f"{axis} {time:.4g} of {speed.communication[axis]:.4g} s"
         for axis, time in speed.exposed.items()
@@ -413,13 +415,16 @@ def describe_step(plan: Plan) -> Iterator[str]:
     )
     low, high = predict.TOOK
     yield (
-        f"            half of the published runs took {low:.2f} to {high:.2f} times as long, "
-        f"here {low * speed.step_time:.4g} to {high * speed.step_time:.4g} s; a quarter was faster"
+        f"            half of the 21 blind runs took {low:.2f} to {high:.2f} times as long, "
+        f"here {low * speed.step_time:.4g} to {high * speed.step_time:.4g} s"
     )
-    eager = ", not compiled" if plan.run.compile else ""
+    low, high = predict.COMPILED
     yield (
-        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, "
-        f"MFU {speed.mfu:.1%}{eager}"
+        "            it is not compiled: compiled steps of 124M parameters took "
+        f"{low:.2f} to {high:.2f} times as long"
+    )
+    yield (
+        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, MFU {speed.mfu:.1%}"
     )
     if tokens := plan.options.tokens:
         devices = plan.request.cluster.world_size

@@ -2,18 +2,22 @@
 
     step = compute + exposed communication + optimizer
 
-All constants are here, with their sources. Assumed ones are marked as such.
+All constants are here, with their sources. Assumed ones are marked as such. What examples/gpu.py has
+measured on a device comes before them.
 """
 
+import dataclasses
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import dist
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
-from tools.common import NEW_RUN, Origin, Run, resolve
+from tools.common import NEW_RUN, PEAK_TFLOPS, Origin, Run, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
@@ -39,9 +43,13 @@ LINK_EFFICIENCY = 0.8
 # Bytes per second at which a rank writes a save, or copies an async save to the host: both assumed
 WRITE, COPY = 1e9, 10e9
 
-# Quartiles of measured / predicted seconds in the 54 `unseen` rows of docs/published.json: half of
-# the runs lie between the two, a quarter was faster, and a quarter was slower.
-TOOK = (1.00, 1.23)
+# Quartiles of measured / predicted seconds in the 21 `blind` rows of docs/published.json: half of the
+# runs lie between the two, a quarter was faster, and a quarter was slower.
+TOOK = (0.98, 1.42)
+
+# A rehearsed step is not compiled. Measured / predicted seconds of the three blind rows of
+# modded-nanogpt's 124M parameters, which were compiled
+COMPILED = (0.64, 0.69)
 
 # Device-hours between two interruptions. Llama 3 had 419 unexpected ones in 54 days on 16,384 GPUs
 # (arXiv 2407.21783, section 3.3.4).
@@ -66,7 +74,14 @@ class Device:
     memory_bandwidth: float
     intra_bandwidth: float  # from a device to the other devices of its host
     nic_bandwidth: float  # of a device's share of its host's network cards
+    float32: float | None = None  # peak FLOP/s in float32, if bfloat16 is only emulated
+    attention: float = ATTENTION
+    stream: float = STREAM
+    measured: str = ""  # the file that `products`, `attention` and `stream` are from
 
+
+# The share of a workstation card's peak that products reach: assumed, a little less than on the A100
+WORKSTATION = 0.85
 
 GIB = 1 << 30
 # products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
@@ -91,9 +106,55 @@ DEVICES = {
     "mi300x": Device("cuda", "AMD Instinct MI300X", 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9),
     "mi325x": Device("cuda", "AMD Instinct MI325X", 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9),
     "mi355x": Device("cuda", "AMD Instinct MI355X", 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9),
+    # Workstation cards, and 10 Gb/s Ethernet for 8 of them: assumed. Cards without peer-to-peer copies,
+    # as the GeForces, send through host memory, so give --intra_host_bandwidth if you know it.
+    # Ada and RTX Blackwell whitepapers, Appendix A: 1,008 and 1,792 GB/s, PCIe 4.0 and 5.0 x 16
+    "rtx4090": Device(
+        "cuda", "NVIDIA GeForce RTX 4090", WORKSTATION, int(23.6 * GIB), 1.008e12, 32e9, 0.16e9
+    ),
+    "rtx5090": Device(
+        "cuda", "NVIDIA GeForce RTX 5090", WORKSTATION, int(31.3 * GIB), 1.792e12, 64e9, 0.16e9
+    ),
+    # RTX A6000 data sheet: 768 GB/s, PCIe 4.0 x 16; L40S data sheet: 864 GB/s, PCIe 4.0 x 16
+    "a6000": Device(
+        "cuda", "NVIDIA RTX A6000", WORKSTATION, int(47.5 * GIB), 0.768e12, 32e9, 0.16e9
+    ),
+    "l40s": Device("cuda", "NVIDIA L40S", WORKSTATION, int(44.4 * GIB), 0.864e12, 32e9, 0.16e9),
+    # V100 data sheet: 900 GB/s, NVLink 300 GB/s both ways, float32 15.7 TFLOP/s, bfloat16 only
+    # emulated; DGX-1: 4 x 100 Gb/s for 8
+    "v100": Device(
+        "cuda",
+        "Tesla V100-SXM2-32GB",
+        WORKSTATION,
+        int(31.7 * GIB),
+        0.9e12,
+        150e9,
+        6.25e9,
+        float32=15.7e12,
+    ),
     # A server core, with 10 Gb/s Ethernet for 8 cores: give the bandwidths of your own machines
     "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
+
+# examples/gpu.py writes a.json here, in a folder for each device.
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def with_measured(device: Device, folder: Path = RESULTS) -> Device:
+    """Return the device with the speeds that were measured on it, if `folder` contains any."""
+    for file in sorted(folder.glob("*/a.json")):
+        found = json.loads(file.read_text())
+        speeds = found["steps"]["ceilings"].get("figures")
+        if found["device"] == device.name and speeds:
+            product = speeds["products, TFLOP/s"]
+            return dataclasses.replace(
+                device,
+                products=product / PEAK_TFLOPS[device.name],
+                attention=speeds["attention, TFLOP/s"] / product,
+                stream=1e12 * speeds["copy, TB/s"] / device.memory_bandwidth,
+                measured=str(file.relative_to(folder.parent)),
+            )
+    return device
 
 
 @dataclass(frozen=True)
@@ -170,6 +231,8 @@ class Request:
 
 def peak_flops(cluster: Cluster, run: Run) -> float:
     """Return the peak FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
+    if run.peak_tflops is None and run.dtype == "float32" and cluster.device.float32:
+        return cluster.device.float32
     if run.peak_tflops is None:
         raise UsageError(
             f"the speed of --device_type {cluster.device_type} with --dtype {run.dtype} is not "
@@ -186,13 +249,13 @@ def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:
     share 1 / (1 + ridge x (1 / m + 1 / n + 1 / k)) of the speed of the fastest products, where
     ridge = FLOP/s / (bytes/s).
     """
-    moved = row.bytes / (STREAM * cluster.device.memory_bandwidth)
+    moved = row.bytes / (cluster.device.stream * cluster.device.memory_bandwidth)
     if cluster.achieved:
         computed = row.flops / (cluster.achieved * peak)
         return computed + moved if row.phase == "optimizer" else computed
     rate = peak * cluster.device.products
     if "attention" in row.name:
-        rate *= ATTENTION
+        rate *= cluster.device.attention
     return max(row.flops / rate + moved, row.count * LAUNCH)
 
 
