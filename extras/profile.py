@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +98,7 @@ def caller(skipping: str = __file__) -> inspect.Traceback:
 class Traffic:
     calls: int = 0
     bytes: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set, compare=False)
 
 
 def group_name(args) -> str | None:
@@ -148,12 +149,14 @@ class CommunicationCounter(OperationCounter):
             return
         if axis := self.axes.get(group, "world"):
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-            self.record(kind, axis, max(tensor.nbytes for tensor in tensors))
+            self.record(kind, axis, max(tensors, key=lambda tensor: tensor.nbytes))
 
-    def record(self, kind: str, axis: str, size: int) -> None:
+    def record(self, kind: str, axis: str, full: Tensor) -> None:
+        """Count a collective, whose largest tensor is `full`."""
         traffic = self.counts.setdefault((kind, axis), Traffic())
         traffic.calls += 1
-        traffic.bytes += size
+        traffic.bytes += full.nbytes
+        traffic.dtypes.add(full.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +277,9 @@ class Profiler:
         torch.distributed.all_gather_object(waited, figures["waited"])
         communicated = []
         for (kind, axis), total in traffic.counts.items():
-            communicated.append({"kind": kind, "axis": axis, **vars(total)})
+            row = {"kind": kind, "axis": axis, "calls": total.calls, "bytes": total.bytes}
+            dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in total.dtypes)
+            communicated.append(row | {"dtypes": dtypes})
         counted = {"host_syncs": dict(syncs.counts), "communicated": communicated}
         figures = {**figures, "waited": waited, **counted}
         self.path.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, flags
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import checkpoint
 import dist
@@ -105,6 +105,10 @@ def reduces_no_replicas(net, mode, is_last):
         yield
 
 
+def reduces_in_bfloat16(**options):
+    return MixedPrecisionPolicy(**options | {"reduce_dtype": torch.bfloat16})
+
+
 def finds_alone(ranks, check):
     if torch.distributed.get_rank() == 1:
         check.problems.append("planted")
@@ -122,6 +126,7 @@ FAULTS = {
     "gradient": lambda: mock.patch.object(common, "build", scales_a_gradient),
     "weight": lambda: mock.patch.object(train, "train_step", weights_the_last_micro_batch),
     "replicas": lambda: mock.patch.object(dist, "gradient_sync", reduces_no_replicas),
+    "dtype": lambda: mock.patch.object(dist, "MixedPrecisionPolicy", reduces_in_bfloat16),
     "alone": lambda: mock.patch.object(check, "parity", finds_alone),
 }
 
@@ -130,9 +135,7 @@ def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
     """Run tools.check with faults on this rank; return its status and what it printed."""
     printed = io.StringIO()
     short = f"{check.SHORT} --max_steps 6 --warmup_steps 1"
-    # Other work on this machine may slow down a link.
-    changes = mock.patch.multiple(check, SHORT=short, SLOW=100)
-    with changes, contextlib.ExitStack() as stack:
+    with mock.patch.object(check, "SHORT", short), contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(FAULTS[fault]())
         stack.enter_context(contextlib.redirect_stdout(printed))
@@ -218,6 +221,14 @@ def test_lost_gradients_and_a_wrong_loss_both_fail(checked):
         assert found["figures"][name] == 1
     assert found["figures"]["resumed grad_norm"] == 0
     assert_among(found["problems"], ("no gradient: 20 parameters, such as ", ""))
+
+
+def test_a_sum_in_bfloat16_fails_although_all_numbers_are_within_their_limits(checked):
+    mesh = "--n_layer 3 --micro_batch_size 2 --dtype bfloat16 --strategy fsdp"
+    status, _, found = checked(2, mesh, "dtype")
+    assert status == 1
+    problem, folder = found["problems"]
+    assert problem == "reduce_scatter over dp_shard sums in bfloat16: use float32"
 
 
 ON_ONE_RANK = {
@@ -309,15 +320,24 @@ def test_links_are_timed_in_few_rounds(hosts, local_size, count):
         assert len(busy) == len(set(busy))
 
 
-@pytest.mark.parametrize("second, slow", [([1, 2], 1), ([1, 1], 0), ([2, 1], 0)])
-def test_a_link_is_slow_only_if_a_second_measurement_agrees(second, slow):
-    world = SimpleNamespace(device=torch.device("cpu"))
+@pytest.mark.parametrize(
+    "device, kind, second, slow",
+    [
+        ("cpu", "across hosts", [1, 2], 1),
+        ("cpu", "across hosts", [1, 1], 0),
+        ("cpu", "across hosts", [2, 1], 0),
+        ("cuda", "on a host", [1, 2], 1),
+        ("cpu", "on a host", [1, 2], 0),  # other work on the cores
+    ],
+)
+def test_a_link_is_slow_only_if_a_second_measurement_agrees(device, kind, second, slow):
+    world = SimpleNamespace(device=torch.device(device))
     ranks = SimpleNamespace(names=["rank 0", "rank 1"], world=world)
     pairs = [(0, 1), (1, 0)]
     times = [dict(zip(pairs, seconds)) for seconds in ([1, 2], second)]
     result = parity.Check()
     with mock.patch.object(check, "best_times", side_effect=times):
-        check.time_links(ranks, result, "on a host", pairs)
+        check.time_links(ranks, result, kind, pairs)
     expected = ["slow: the link from rank 1 to rank 0 takes 2.0 x as long as the faster links"]
     assert result.problems == slow * expected
 

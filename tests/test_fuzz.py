@@ -40,13 +40,29 @@ def test_all_choices_are_drawn(fuzzer):
         assert {draw[name] for draw in draws} == set(choices)
     models = [[draw[name] for name in fuzz.MODEL] for draw in draws]
     changes = sum(a != b for a, b in itertools.pairwise(models))
-    assert changes < 500 / fuzz.DRAWS_OF_A_MODEL
+    assert changes < 500 / len(fuzz.MESHES)
+
+
+def test_every_15_draws_have_muon_and_adamw_in_float32_and_fsdp_with_tp(fuzzer):
+    for seed in range(20):
+        draws = list(fuzzer.draws(15, seed))
+        in_float32 = [draw for draw in draws if draw["dtype"] == "float32"]
+        assert {draw["optimizer"] for draw in in_float32} == {"adamw", "muon"}
+        assert {draw["clip"] for draw in in_float32} == {"norm", "adaptive"}
+        assert any(draw["mesh"] in fuzz.MESHES["fsdp x tp"] for draw in in_float32)
+
+
+@pytest.mark.parametrize("clip", fuzz.MODEL["clip"])
+def test_draws_clip(fuzzer, clip):
+    log, _ = fuzzer.train_reference(("clip", clip))
+    clipped = [row["clipped"] for row in log.rows]
+    assert clipped == [1] * fuzz.STEPS
 
 
 @pytest.mark.parametrize(
     "draw",
     [
-        {"mesh": "single-1-1-2", "vocab_size": 257},  # tp cannot split the vocabulary
+        {"mesh": "single-1-1-4", "vocab_size": 258},  # tp cannot split the vocabulary
         {"mesh": "single-1-1-4", "n_kv_head": 2},
         {"then": "single-1-1-4", "n_kv_head": 2},
     ],
@@ -98,7 +114,7 @@ def call_with_fault(fault: str, function, *arguments):
     "fault, draw, problems",
     [
         ("none", {"mesh": "fsdp-1-2-2", "then": "hsdp-2-1-1", "optimizer": "muon"}, []),
-        ("none", {"mesh": "fsdp-1-3-1", "vocab_size": 257, "tied": False, "wrap": "block"}, []),
+        ("none", {"mesh": "fsdp-1-3-1", "vocab_size": 258, "tied": False, "wrap": "block"}, []),
         ("norm", {"mesh": "fsdp-1-2-1"}, ["one rank's grad_norm", "one rank's gradients"]),
         ("data", {"mesh": "ddp-2-1-1", "then": "ddp-2-1-1"}, ["one rank's loss"]),
         ("evaluation", {"mesh": "ddp-2-1-1"}, ["one rank's val_loss"]),

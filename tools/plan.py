@@ -423,9 +423,8 @@ def describe_step(plan: Plan) -> Iterator[str]:
         "            it is not compiled: compiled steps of 124M parameters took "
         f"{low:.2f} to {high:.2f} times as long"
     )
-    yield (
-        f"speed       {speed.tokens_per_second_per_device:,.0f} tokens/s/device, MFU {speed.mfu:.1%}"
-    )
+    per_device = speed.tokens_per_second_per_device
+    yield f"speed       {per_device:,.0f} tokens/s/device, MFU {speed.mfu:.1%}"
     if tokens := plan.options.tokens:
         devices = plan.request.cluster.world_size
         yield (

@@ -8,7 +8,7 @@ from core.conftest import pool, tokens, train  # noqa: F401
 ROWS = {
     "single": (1, "--strategy single", set()),
     "ddp 2": (2, "--strategy ddp", {"dp_replicate"}),
-    "fsdp 2": (2, "--strategy fsdp", {"dp_shard"}),
+    "fsdp 2": (2, "--strategy fsdp --dtype bfloat16", {"dp_shard"}),
 }
 
 
@@ -28,6 +28,9 @@ def test_each_rank_writes_a_trace_and_what_it_sent(train, row):  # noqa: F811
         sent = {each["axis"]: each["bytes"] for each in figures["communicated"]}
         assert axes <= sent.keys()
         assert all(sent[axis] > 10_000 for axis in axes)
+        for each in figures["communicated"]:
+            gathers = each["kind"] == "all_gather"
+            assert each["dtypes"] == (["bfloat16"] if gathers else ["float32"])
 
 
 def test_a_window_that_the_run_does_not_reach_is_refused(train):  # noqa: F811

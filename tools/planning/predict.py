@@ -2,8 +2,8 @@
 
     step = compute + exposed communication + optimizer
 
-All constants are here, with their sources. Assumed ones are marked as such. What examples/gpu.py has
-measured on a device comes before them.
+All constants are here, with their sources. Assumed ones are marked as such. Speeds that
+examples/gpu.py has measured on a device replace them.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ LINK_EFFICIENCY = 0.8
 # Bytes per second at which a rank writes a save, or copies an async save to the host: both assumed
 WRITE, COPY = 1e9, 10e9
 
-# Quartiles of measured / predicted seconds in the 21 `blind` rows of docs/published.json: half of the
-# runs lie between the two, a quarter was faster, and a quarter was slower.
+# Quartiles of measured / predicted seconds in the 21 `blind` rows of docs/published.json: half of
+# the runs lie between the two, a quarter was faster, and a quarter was slower.
 TOOK = (0.98, 1.42)
 
 # A rehearsed step is not compiled. Measured / predicted seconds of the three blind rows of
@@ -80,7 +80,7 @@ class Device:
     measured: str = ""  # the file that `products`, `attention` and `stream` are from
 
 
-# The share of a workstation card's peak that products reach: assumed, a little less than on the A100
+# Share of a workstation card's peak that the fastest products reach: assumed, about the A100's
 WORKSTATION = 0.85
 
 GIB = 1 << 30
@@ -106,8 +106,8 @@ DEVICES = {
     "mi300x": Device("cuda", "AMD Instinct MI300X", 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9),
     "mi325x": Device("cuda", "AMD Instinct MI325X", 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9),
     "mi355x": Device("cuda", "AMD Instinct MI355X", 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9),
-    # Workstation cards, and 10 Gb/s Ethernet for 8 of them: assumed. Cards without peer-to-peer copies,
-    # as the GeForces, send through host memory, so give --intra_host_bandwidth if you know it.
+    # Workstation cards: 10 Gb/s Ethernet for 8 of them is assumed. GeForces have no peer-to-peer
+    # copies, so NCCL sends through host memory: give your own --intra_host_bandwidth.
     # Ada and RTX Blackwell whitepapers, Appendix A: 1,008 and 1,792 GB/s, PCIe 4.0 and 5.0 x 16
     "rtx4090": Device(
         "cuda", "NVIDIA GeForce RTX 4090", WORKSTATION, int(23.6 * GIB), 1.008e12, 32e9, 0.16e9

@@ -304,10 +304,10 @@ class Collectives(CommunicationCounter):
         super().__init__(mesh)
         self.recorder = recorder
 
-    def record(self, kind: str, axis: str, size: int) -> None:
+    def record(self, kind: str, axis: str, full: Tensor) -> None:
         traffic = self.counts.setdefault((axis, kind, self.recorder.phase), Traffic())
         traffic.calls += self.recorder.times
-        traffic.bytes += self.recorder.times * size
+        traffic.bytes += self.recorder.times * full.nbytes
 
 
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
