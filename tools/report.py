@@ -8,12 +8,13 @@ The page is self-contained: it opens anywhere and loads nothing from a network.
 
 import argparse
 import contextlib
+import html
 import json
 import math
+import re
 import sys
 import time
-from datetime import datetime
-from itertools import pairwise
+from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 
@@ -94,11 +95,9 @@ def thin(values: list[float], max_points: int) -> list[int]:
 
 
 def encode(steps: list[int], values: list[float], max_points: int) -> list[list]:
-    """Return a series for JSON: the differences between its steps, and its values."""
+    """Return the steps and the values of a series for JSON."""
     kept = thin(values, max_points)
-    kept_steps = [0, *(steps[i] for i in kept)]
-    differences = [b - a for a, b in pairwise(kept_steps)]
-    return [differences, [rounded(values[i]) for i in kept]]
+    return [[steps[i] for i in kept], [rounded(values[i]) for i in kept]]
 
 
 def rounded(value: float) -> float | None:
@@ -165,30 +164,156 @@ def durations(ends: list[tuple[float, str]]) -> list[list]:
     return found
 
 
+def time_line(phases_of: dict[str, list[list]]) -> str:
+    """Return a bar for each run, whose parts are its phases. All bars have the same scale."""
+    longest = max(total(found) for found in phases_of.values()) or 1
+    lines = []
+    for name, found in phases_of.items():
+        parts = []
+        for seconds, cause in found:
+            style = f"width:{100 * seconds / longest:.4g}%;background:{color_of(cause)}"
+            parts.append(f'<i style="{style}" title="{cause}, {seconds:,.5g} s"></i>')
+        took = timedelta(seconds=round(total(found)))
+        lines.append(f"{html.escape(name)}, {took}<div class=line>{''.join(parts)}</div>")
+    return "".join(lines)
+
+
+def cause_rows(phases_of: dict[str, list[list]]) -> list[list]:
+    """Return rows of a table: the seconds of each cause and their share, by run."""
+    rows = [["", *phases_of]]
+    every = [cause for found in phases_of.values() for _, cause in found]
+    for cause in dict.fromkeys(every):
+        cells = []
+        for found in phases_of.values():
+            seconds = sum(took for took, other in found if other == cause)
+            share = seconds / (total(found) or 1)
+            cells.append(f"{seconds:,.1f} s, {share:.1%}" if seconds else "")
+        rows.append([cause, *cells])
+    return rows
+
+
+def total(found: list[list]) -> float:
+    return sum(seconds for seconds, _ in found)
+
+
+def color_of(cause: str) -> str:
+    return f"var(--{cause.split()[0]})"  # for "lost steps": --lost
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+
+
+def card(title: str, content: str, is_wide: bool = False) -> str:
+    return f"<section{' class=wide' * is_wide}><h2>{title}</h2>{content}</section>\n"
+
+
+def table(rows: list[list], chips: bool = False) -> str:
+    """Return a table. Its first row is bold, and so is a cell in Markdown's asterisks.
+
+    `chips` puts the color of a cause before it, in the first column.
+    """
+    lines = []
+    for number, cells in enumerate(rows):
+        line = ""
+        for place, cell in enumerate(cells):
+            text = "" if cell is None else str(cell)
+            tag = "th" if number == 0 or "**" in text else "td"
+            chip = ""
+            if chips and number > 0 and place == 0:
+                chip = f'<span class=chip style="background:{color_of(text)}"></span>'
+            line += f"<{tag}>{chip}{html.escape(text.strip('|*` '))}</{tag}>"
+        lines.append(f"<tr>{line}</tr>")
+    return f"<div class=scroll><table>{''.join(lines)}</table></div>"
+
+
+def start_rows(logs: list[Log]) -> list[list]:
+    titles = ["run", "start", "from step", "host", "device", "ranks", "strategy", "dtype"]
+    rows = [[*titles, "flags changed"]]
+    for log in logs:
+        before = log.starts[0]["config"]
+        for start in log.starts:
+            config = start["config"]
+            changes = [
+                f"--{flag} {before.get(flag)} -> {value}"
+                for flag, value in config.items()
+                if value != before.get(flag)
+            ]
+            place = [start.get(name) for name in ("step", "host", "device", "ranks")]
+            layout = [config["strategy"], config["dtype"], ", ".join(changes)]
+            rows.append([log.name, start["time"][:19].replace("T", " "), *place, *layout])
+            before = config
+    return rows
+
+
+def save_rows(logs: list[Log]) -> list[list]:
+    rows = [["run", "step", "MB", "s", "s that training waited for it"]]
+    for log in logs:
+        for row in [row for row in log.rows if "event" in row][-20:]:
+            cells = [f"NOT SAVED: {row.get('error')}"]
+            if row["event"] == "checkpoint":
+                seconds = (row["seconds"], row["blocking_seconds"])
+                cells = [f"{row['bytes'] / 1e6:,.5g}", *(f"{value:.4g}" for value in seconds)]
+            rows.append([log.name, row["step"], *cells])
+    return rows
+
+
+def tables(logs: list[Log]) -> str:
+    """Return the cards below the charts."""
+    names = [log.name for log in logs]
+    phases_of = {log.name: phases(log.rows, log.starts) for log in logs}
+    flags = dict.fromkeys(flag for log in logs for flag in log.config)
+    all_flags = [["", *names]]
+    for flag in flags:
+        all_flags.append([f"--{flag}", *(log.config.get(flag) for log in logs)])
+    compared = [*zip(*compare(logs, tolerance=1e-2))]
+    details = f"<details><summary>All flags</summary>{table(all_flags)}</details>"
+    return "".join(
+        [
+            card("Time line since the first start", time_line(phases_of), is_wide=True),
+            card("Where the time went", table(cause_rows(phases_of), chips=True)),
+            card("Compared", table(compared), is_wide=len(logs) > 1),
+            card("What ran where", table(start_rows(logs)), is_wide=True),
+            card("Last saves", table(save_rows(logs))),
+            f"<section>{details}</section>",
+        ]
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # The page
 
 
-def describe(log: Log, max_points: int) -> dict:
-    """Return all that the page shows for one run, with at most max_points of each series."""
+def charted(log: Log, max_points: int) -> dict:
+    """Return what the charts show of one run, with at most max_points of each series."""
     series = {}
     for name, (steps, values) in series_of(log).items():
         # Leave out unknown values, and the device memory of a run on CPUs
         if any(value and math.isfinite(value) for value in values):
             series[name] = encode(steps, values, max_points)
     last = log.training[-1]
-    saves = [row for row in log.rows if "event" in row]
     return {
         "name": log.name,
-        "rows": len(log.training),
         "tokensPerStep": last["tokens"] / last["step"],
         "series": series,
-        "saved": [row["step"] for row in saves if row["event"] == "checkpoint"],
-        "phases": [[round(seconds, 2), cause] for seconds, cause in phases(log.rows, log.starts)],
-        "config": log.config,
-        "starts": log.starts,
-        "saves": saves[-20:],
+        "saved": [row["step"] for row in log.rows if row.get("event") == "checkpoint"],
+        "restarts": [start["step"] for start in log.starts[1:]],
     }
+
+
+def about(logs: list[Log], max_points: int, follow: bool) -> str:
+    lines = [f"Drawn {datetime.now().astimezone().isoformat(' ', 'seconds')}."]
+    for log in logs:
+        if (rows := len(log.training)) > max_points:
+            lines.append(
+                f"{log.name}: {rows:,} rows, thinned to the smallest and the largest value of "
+                f"every {math.ceil(rows / (max_points // 2))} rows."
+            )
+    if follow:
+        lines.append(
+            "The run continues: the page reloads itself, except while the pointer is on a chart."
+        )
+    return " ".join(lines)
 
 
 def write(folders: list[str], out: Path, follow: bool) -> list[Log]:
@@ -199,18 +324,22 @@ def write(folders: list[str], out: Path, follow: bool) -> list[Log]:
     logs = read_all(folders)
     max_points = MAX_POINTS // len(logs)
     data = {
-        "made": datetime.now().astimezone().isoformat(" ", "seconds"),
         "reloadSeconds": FOLLOW_SECONDS if follow else 0,
-        "maxPoints": max_points,
-        "runs": [describe(log, max_points) for log in logs],
-        "compared": list(zip(*compare(logs, tolerance=1e-2))),
+        "runs": [charted(log, max_points) for log in logs],
     }
-    page = TEMPLATE.read_text()
-    page = page.replace("/* uPlot.css */", (UPLOT / "uPlot.min.css").read_text())
-    page = page.replace("/* uPlot.js */", (UPLOT / "uPlot.iife.min.js").read_text())
     script = json.dumps(data, separators=(",", ":"))
-    page = page.replace("/* data */", script.replace("<", "\\u003c"))  # no name can end the script
-    replace_file(out, page)
+    parts = {
+        "/* uPlot.css */": (UPLOT / "uPlot.min.css").read_text(),
+        "/* uPlot.js */": (UPLOT / "uPlot.iife.min.js").read_text(),
+        "/* data */": script.replace("<", "\\u003c"),  # no name can end the script
+        "<!-- title -->": html.escape(", ".join(log.name for log in logs)),
+        "<!-- about -->": html.escape(about(logs, max_points, follow)),
+        "<!-- tables -->": tables(logs),
+    }
+    # In one pass, since a name may look like a placeholder
+    pattern = "|".join(map(re.escape, parts))
+    page = re.sub(pattern, lambda found: parts[found[0]], TEMPLATE.read_text())
+    replace_file(out, page.encode("ascii", "xmlcharrefreplace").decode())
     return logs
 
 
