@@ -247,7 +247,7 @@ def test_commands_of_a_document_have_the_flags_shown(path):
 @documents
 def test_flags_that_a_document_mentions_exist(path):
     flags = dict.fromkeys(FLAGS_OF_OTHERS, [])
-    tables = [("tools.bench", table) for table in ("strategies", "nanogpt")]
+    tables = [("tools.bench", table) for table in ("strategies", "peers")]
     for command in [("torchrun",), *tables, *((name,) for name in COMMANDS)]:
         for name, choices in flags_of(*command).items():
             flags[name] = [*flags.get(name, []), *choices]

@@ -65,6 +65,9 @@ import sys
 import torch
 assert sys.argv[1:] == ["--steps=3"] and sys.path[0] == {folder!r}
 weight = torch.randn(64, 32, requires_grad=True)
+for _ in range(2):  # an estimate, on tensors without values
+    of_estimate = torch.ones(4, 4, device="meta", requires_grad=True)
+    (of_estimate @ of_estimate).sum().backward()
 torch.randn(99, 99) @ torch.randn(99, 99)  # an evaluation before the first step
 for step in range(3):
     x = torch.randn(8, 64)

@@ -99,7 +99,7 @@ MISTAKES = {
     "tools.bench": [
         ("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
         ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp needs an even"),
-        ("nanogpt --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
+        ("peers --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
     ],
     "tools.check": [
         ("--json {root}/nowhere/check.json", "check.json: there is no folder "),

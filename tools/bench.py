@@ -2,10 +2,11 @@
 
 python -m tools.bench strategies --nproc 2
 python -m tools.bench strategies --hosts 2 --link 200mbit
-python -m tools.bench nanogpt --path ~/nanoGPT
+python -m tools.bench peers --path ~/nanoGPT
 """
 
 import contextlib
+import importlib.util
 import inspect
 import json
 import re
@@ -21,7 +22,13 @@ import torch
 import errors
 from log import read_starts
 from model import SIZES
-from tools.measuring.harness import PRODUCTS, TRAIN, run_all, training_rows
+from tools.measuring.harness import (
+    PRODUCTS,
+    TRAIN,
+    TRANSFORMERS_TRAINER,
+    run_all,
+    training_rows,
+)
 from tools.measuring.hosts import hosts, torchrun
 from tools.measuring.tables import add_flags, count, markdown_table, three_digits
 
@@ -150,17 +157,18 @@ def measure(
 
 
 # --------------------------------------------------------------------------------------------------
-# nanoGPT
+# Other trainers
 
 
-def nanogpt(args: Namespace) -> list[dict]:
-    """Speed of nanoGPT's trainer and of this one, each also compiled, with models of the same size.
+def peers(args: Namespace) -> list[dict]:
+    """Speed and memory of nanoGPT, of transformers' Trainer and of this trainer, with equal models.
 
-    Both use the same data, layers, width, heads and tokens per step. Their blocks have equally many
-    parameters: SwiGLU's d_ff is 8/3 of the width, rounded to a multiple of 8. The ddp rows split
-    the batch over ranks, which have one thread each on CPUs. Ratios are relative to the faster of
-    nanoGPT's two modes, and limits are as in `strategies`. Needs a checkout of
-    github.com/karpathy/nanoGPT with a prepared data set.
+    All use the same data, layers, width, heads and tokens per step. SwiGLU's d_ff is 8/3 of the
+    width, rounded to a multiple of 8, so that nanoGPT's blocks have as many parameters. Ranks of
+    ddp and fsdp split the batch, and have one thread each on CPUs. On CPUs nanoGPT computes in
+    float32. Ratios are relative to the faster of nanoGPT's two modes, limits are as in
+    `strategies`, and memory is that of the largest process. Needs a checkout of
+    github.com/karpathy/nanoGPT with a prepared data set. transformers' rows need accelerate too.
     """
     dataset = args.path / "data" / args.dataset
     if not (dataset / "train.bin").exists():
@@ -168,8 +176,8 @@ def nanogpt(args: Namespace) -> list[dict]:
             f"--path {args.path}: no nanoGPT with data/{args.dataset}/train.bin there: "
             "clone nanoGPT and run its prepare.py"
         )
-    modes = [mode for mode in MODES if args.nproc > 1 or "ddp" not in mode]
-    found = {}
+    modes = [mode for mode in MODES if is_possible(mode, args)]
+    found, memory = {}, {}
     for mode in take_turns(modes, args.rounds):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             out = Path(folder, "run")
@@ -177,15 +185,43 @@ def nanogpt(args: Namespace) -> list[dict]:
         limit = products_limit(printed, args.batch_size * args.block_size)
         speed = statistics.median(speeds[max(2, len(speeds) // 5) :])
         found.setdefault(mode, []).append((speed, limit))
+        memory.setdefault(mode, []).append(peak_memory(printed) / 1e6)
 
     nanogpts = ("nanoGPT", "nanoGPT compiled")
     baseline = max(nanogpts, key=lambda mode: statistics.median(speed for speed, _ in found[mode]))
     columns = compare_rounds(found, baseline, "tokens/s")
-    return [{"trainer": mode, **columns[mode]} for mode in modes]
+    return [{"trainer": mode, **columns[mode], "MB": memory[mode]} for mode in modes]
+
+
+def is_possible(mode: str, args: Namespace) -> bool:
+    """Whether a row has enough processes and its library."""
+    needs_ranks = "ddp" in mode or "fsdp" in mode
+    is_installed = all(map(importlib.util.find_spec, ("transformers", "accelerate")))
+    return (args.nproc > 1 or not needs_ranks) and (is_installed or "Trainer" not in mode)
+
+
+def peak_memory(printed: list[str]) -> int:
+    """Bytes of the largest process."""
+    return max(map(int, re.findall(r"peak memory of this process: (\d+)", "".join(printed))))
+
+
+def speeds_of_steps(printed: list[str], args: Namespace) -> list[float]:
+    """Tokens/s of each step, from nanoGPT's lines, like "iter 7: ... time 250.00ms"."""
+    times = re.findall(r"iter \d+: .*?time ([\d.]+)ms", "".join(printed))
+    tokens = args.batch_size * args.block_size
+    return [1e3 * tokens / float(time) for time in times]
+
+
+def run_script(args: Namespace, out: Path, mode: str, script: list[str]) -> list[str]:
+    """Run a script of a row, with products.py around it; return what each process printed."""
+    if "ddp" not in mode and "fsdp" not in mode:
+        return run_all([[sys.executable, PRODUCTS, *script]], out)
+    # torchrun gives each rank one thread, and leaves folders in TMPDIR
+    return run_all(torchrun([], args.nproc, [PRODUCTS, *script]), out, TMPDIR=str(out.parent))
 
 
 def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step, from lines like "iter 7: ... time 250.00ms", and the output."""
+    """Tokens/s of each step, and the output. Its DDP puts each rank on a GPU."""
     device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     values = {"device": device, "compile": "compiled" in mode, "out": out, "last": args.steps + 1}
     # Never evaluates. The schedule divides by lr_decay_iters - warmup_iters (100).
@@ -197,33 +233,50 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
     ).format(**vars(args) | values)
     script = [sys.executable, PRODUCTS, "train.py", "config/train_shakespeare_char.py"]
     printed = run_all([[*script, *flags.split()]], out, cwd=args.path)
-    times = re.findall(r"time ([\d.]+)ms", printed[0])
-    tokens = args.batch_size * args.block_size
-    return [1e3 * tokens / float(time) for time in times], printed
+    return speeds_of_steps(printed, args), printed
+
+
+def run_transformers(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
+    """Tokens/s of each step, and the output. On CPUs accelerate trains with DDP, never FSDP."""
+    dtype = "bfloat16" if "bfloat16" in mode else "float32"
+    data = args.path / "data" / args.dataset / "train.bin"
+    sizes = [args.n_layer, args.n_head, args.n_embd, d_ff(args), args.block_size, args.batch_size]
+    script = [TRANSFORMERS_TRAINER, data, *sizes, args.steps + 1, dtype]
+    printed = run_script(args, out, mode, [*map(str, script)])
+    return speeds_of_steps(printed, args), printed
 
 
 def run_nanoshard(args: Namespace, out: Path, mode: str) -> tuple[list[float], list[str]]:
-    """Tokens/s of each step over all ranks, and the output. `mode` is a key of MODES."""
-    strategy, nproc = ("ddp", args.nproc) if "ddp" in mode else ("single", 1)
+    """Tokens/s of each step over all ranks, and the output."""
+    strategy = next((name for name in ("ddp", "fsdp") if name in mode), "single")
     values = {"compile": "compiled" in mode, "last": args.steps + 2, "strategy": strategy}
-    values["d_ff"] = 8 * round(args.n_embd / 3)
+    values |= {"d_ff": d_ff(args), "dtype": "bfloat16" if "bfloat16" in mode else "float32"}
     flags = (
         "--n_layer={n_layer} --n_head={n_head} --n_kv_head={n_head} --d_model={n_embd} "
-        "--d_ff={d_ff} --seq_len={block_size} --global_batch_size={batch_size} "
+        "--d_ff={d_ff} --seq_len={block_size} --global_batch_size={batch_size} --dtype={dtype} "
         "--max_steps={last} --device={device} --strategy={strategy} --compile={compile} {flags}"
     ).format(**vars(args) | values)
     paths = [f"--data={args.path}/data/{args.dataset}", f"--out={out}"]
-    script = [PRODUCTS, TRAIN, *ONLY_STEPS, *paths, *flags.split()]
-    if nproc == 1:
-        printed = run_all([[sys.executable, *script]], out)
-    else:  # torchrun gives each rank one thread, and leaves folders in TMPDIR
-        printed = run_all(torchrun([], nproc, script), out, TMPDIR=str(out.parent))
+    printed = run_script(args, out, mode, [TRAIN, *ONLY_STEPS, *paths, *flags.split()])
     return [row["tokens_per_second"] for row in training_rows(out)], printed
 
 
-MODES = {"nanoGPT": run_nanogpt, "nanoGPT compiled": run_nanogpt}
-MODES |= {"nanoshard": run_nanoshard, "nanoshard compiled": run_nanoshard}
-MODES |= {"nanoshard ddp": run_nanoshard, "nanoshard ddp compiled": run_nanoshard}
+def d_ff(args: Namespace) -> int:
+    return 8 * round(args.n_embd / 3)
+
+
+MODES = {
+    "nanoGPT": run_nanogpt,
+    "nanoGPT compiled": run_nanogpt,
+    "nanoshard": run_nanoshard,
+    "nanoshard compiled": run_nanoshard,
+    "nanoshard bfloat16": run_nanoshard,
+    "nanoshard ddp": run_nanoshard,
+    "Trainer ddp": run_transformers,
+    "nanoshard fsdp": run_nanoshard,
+    "nanoshard ddp bfloat16": run_nanoshard,
+    "Trainer ddp bfloat16": run_transformers,
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,7 +288,7 @@ COMMON = {
     "flags": dict(default="", help="more flags for our train.py, as one argument"),
     "json": dict(action="store_true", help="print numbers, not a table"),
 }
-TABLES = {"strategies": strategies, "nanogpt": nanogpt}
+TABLES = {"strategies": strategies, "peers": peers}
 # table -> {flag: argparse options}
 FLAGS = {
     "strategies": {
@@ -249,10 +302,10 @@ FLAGS = {
         "rounds": count(None, "rounds (default: 3; across hosts, 1)"),
         **COMMON,
     },
-    "nanogpt": {
+    "peers": {
         "path": dict(type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"),
         "dataset": dict(default="shakespeare_char", help="a folder in its data/"),
-        "nproc": count(2, "ranks of the ddp rows; 1 leaves them out"),
+        "nproc": count(2, "ranks of the rows of ddp and fsdp; 1 leaves them out"),
         **{name: count(size, "as in nanoGPT") for name, size in NANOGPT.items()},
         "steps": count(200, "steps of each run"),
         "rounds": count(3, "rounds"),

@@ -15,6 +15,7 @@ from log import read_log
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
+TRANSFORMERS_TRAINER = str(ROOT / "tools/measuring/transformers_trainer.py")
 PRODUCTS = str(ROOT / "tools/measuring/products.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 

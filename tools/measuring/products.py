@@ -1,12 +1,13 @@
-"""Run a training script, and time the matrix products of its second micro-batch alone.
+"""Run a training script, time the matrix products of its second micro-batch, and print its memory.
 
 python tools/measuring/products.py SCRIPT [FLAG ...]
 
-This time is a lower bound for a micro-batch on this machine. It does not include the products of
+The time is a lower bound for a micro-batch on this machine. It does not include the products of
 attention, which are part of a fused kernel.
 """
 
 import itertools
+import resource
 import runpy
 import statistics
 import sys
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> None:
     def profile(frame, event: str, _) -> None:
         if event != "return" or frame.f_code is not torch.Tensor.backward.__code__:
             return
+        if frame.f_locals["self"].is_meta:  # an estimate of the memory, before the run
+            return
         number = next(returns)
         if number == 1:
             products.__enter__()
@@ -76,7 +79,11 @@ def main(argv: list[str]) -> None:
     sys.argv = argv
     sys.path[0] = str(Path(argv[0]).resolve().parent)
     sys.setprofile(profile)
-    runpy.run_path(argv[0], run_name="__main__")
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:  # also after sys.exit
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"peak memory of this process: {1024 * kilobytes} bytes", flush=True)
 
 
 if __name__ == "__main__":
