@@ -610,9 +610,11 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
                 why = f"{link} is a link to {os.readlink(link)}, where there is no folder"
             raise UsageError(f"--out {out}: {why}; choose another --out") from None
         if time.monotonic() >= deadline:
+            owner = "another run"
+            with contextlib.suppress(OSError):  # it has just ended
+                owner = path.read_text() or owner
             raise UsageError(
-                f"--out {out} is in use by {path.read_text() or 'another run'}: "
-                "wait until it ends or choose another --out"
+                f"--out {out} is in use by {owner}: wait until it ends or choose another --out"
             )
         time.sleep(1)
     name = f"host {socket.gethostname()}, process {os.getpid()}"

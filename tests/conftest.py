@@ -5,22 +5,16 @@ form a new gloo group for every case. Tests that need torchrun, signals or kills
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import io
-import itertools
 import multiprocessing
 import os
-import pickle
 import random
 import re
-import signal
-import socket
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -30,6 +24,8 @@ from unittest import mock
 
 import pytest
 import torch
+from core import conftest as core
+from core.conftest import end_with_parent, free_port, variables
 from torch.distributed.tensor import DTensor
 
 import checkpoint
@@ -46,6 +42,7 @@ from start import Origin, start_run
 from tools import checkpoint as commands
 
 ROOT = Path(__file__).parent.parent
+pool, job = core.pool, core.job  # fixtures: the ranks of tests/core, and jobs on `tokens`
 TRAIN = ROOT / "train.py"
 TINY = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
@@ -95,97 +92,17 @@ def is_running(pid: int) -> bool:
     return status.exists() and ") Z " not in status.read_text()
 
 
-def end_with_pytest() -> None:
-    """Make this new process end with its parent, and restore the default handling of signals.
-
-    If nohup or a shell's & started pytest, it ignores SIGHUP or SIGINT, and its child processes
-    inherit that. Linux sends the signal of PR_SET_PDEATHSIG when the parent ends.
-    """
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def start_process(command: list, prepare=lambda: None, **options) -> subprocess.Popen:
     """Start a command that ends with its test; `prepare` runs first in the new process."""
 
     def prepare_all() -> None:
-        end_with_pytest()
+        end_with_parent()
         prepare()
 
     words = list(map(str, command))
     process = subprocess.Popen(words, preexec_fn=prepare_all, start_new_session=True, **options)
     STARTED.append(process)
     return process
-
-
-# --------------------------------------------------------------------------------------------------
-# Two processes that run the tests, each with its own workers
-
-# Files that the second process runs as well, so that both processes take about as long
-ALSO_SECOND = ["test_check.py", "test_parity.py", "test_plan.py", "test_rehearse.py"]
-ALSO_SECOND += ["test_chaos.py", "test_checkpoint.py", "test_fuzz.py", "test_profiling.py"]
-ALSO_SECOND += ["test_replay.py"]
-
-
-def runs_second(item: pytest.Item) -> bool:
-    """Whether the second process runs this test."""
-    is_extra = item.path.parent.name == "extras"
-    return "pool" not in item.fixturenames or item.path.name in ALSO_SECOND or is_extra
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session):
-    """If there are many tests, run about half of them in a second process at the same time."""
-    config = session.config
-    second_items = [item for item in session.items if runs_second(item)]
-    is_simple = sys.platform == "linux" and not hasattr(config, "workerinput")  # of pytest-xdist
-    if len(second_items) < 200 or config.option.collectonly or not is_simple:
-        return (yield)
-    config._tmp_path_factory.getbasetemp()  # one temporary folder for both
-    capture = config.pluginmanager.getplugin("capturemanager")
-    capture.stop_global_capturing()  # each process captures into its own file
-    with tempfile.TemporaryFile() as reports:
-        arguments = (session, second_items, reports)
-        second = multiprocessing.get_context("fork").Process(target=run_second, args=arguments)
-        second.start()
-        capture.start_global_capturing()
-        session.items = [item for item in session.items if not runs_second(item)]
-        try:
-            result = yield
-        except BaseException:  # Ctrl-C, or --maxfail
-            os.kill(second.pid, signal.SIGINT)
-            raise
-        finally:
-            second.join()
-            reports.seek(0)
-            for data in iter(lambda: pickle.load(reports), None):
-                report = config.hook.pytest_report_from_serializable(config=config, data=data)
-                config.hook.pytest_runtest_logreport(report=report)
-    assert second.exitcode == 0, "the second process failed"
-    return result
-
-
-def run_second(session, items: list, reports) -> None:
-    """Run the tests and write pytest's reports on them to the file."""
-    end_with_pytest()
-    config = session.config
-    config.pluginmanager.getplugin("capturemanager").start_global_capturing()
-    config.pluginmanager.unregister(name="terminalreporter")
-
-    class Writer:
-        def pytest_runtest_logreport(self, report):
-            data = config.hook.pytest_report_to_serializable(config=config, report=report)
-            pickle.dump(data, reports)
-
-    config.pluginmanager.register(Writer())
-    try:
-        for item, following in itertools.zip_longest(items, items[1:]):
-            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    finally:
-        pickle.dump(None, reports)
-        reports.flush()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,99 +118,13 @@ def one_rank(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def work(pipe) -> None:
-    end_with_pytest()
-    while True:
-        environment, function, arguments = pipe.recv()
-        try:
-            with mock.patch.dict(os.environ, environment):
-                result, error = function(*arguments), None
-        except BaseException:
-            result, error = None, traceback.format_exc()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        pipe.send((result, error))
-
-
-def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment variables that torchrun sets for a rank if all ranks are on one host."""
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    found = {name: str(value) for name, value in numbers.items()}
-    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return found | {"TORCHELASTIC_RUN_ID": "tests"}
-
-
-class Pool:
-    """pool(n, function, *arguments): call `function` on n ranks at once; return their results."""
-
-    start_method = "forkserver"
-
-    def __init__(self):
-        self.workers = []
-
-    def start(self) -> None:
-        # The process from which the workers are forked does not inherit sys.path.
-        paths = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-        context = multiprocessing.get_context(self.start_method)
-        context.set_forkserver_preload(["conftest"])
-        with mock.patch.dict(os.environ, paths):
-            for _ in range(4):
-                here, there = context.Pipe()
-                process = context.Process(target=work, args=(there,), daemon=False)
-                process.start()
-                self.workers.append((process, here))
-
-    def stop(self) -> None:
-        for process, _ in self.workers:
-            process.kill()
-            process.join()
-        self.workers = []
-
-    def __call__(self, size: int, function, *arguments, timeout: float = 60) -> list:
-        if not self.workers:
-            self.start()
-        port = free_port()
-        for rank, (_, pipe) in enumerate(self.workers[:size]):
-            pipe.send((rank_variables(rank, size, port), function, arguments))
-        results = []
-        errors = []
-        for rank, (_, pipe) in enumerate(self.workers[:size]):
-            result, error = None, f"no answer within {timeout} s"
-            if pipe.poll(5 if errors else timeout):
-                try:
-                    result, error = pipe.recv()
-                except EOFError:  # for example, the watchdog ends its own process
-                    error = "the process has ended"
-            results.append(result)
-            if error:
-                errors.append(f"rank {rank}: {error}")
-        if errors:
-            self.stop()  # some may hang in a collective: the next case starts new ones
-            raise AssertionError("\n".join(errors))
-        return results
-
-
-@pytest.fixture(scope="session")
-def pool():
-    os.environ["OMP_NUM_THREADS"] = "1"
-    ranks = Pool()
-    yield ranks
-    ranks.stop()
-
-
 def fork_ranks(size: int, function, *arguments) -> list[multiprocessing.Process]:
     """Start ranks that a test may kill. They are forked, so they need not import torch."""
     port = free_port()
 
     def play(rank: int) -> None:
-        end_with_pytest()
-        os.environ |= rank_variables(rank, size, port)
+        end_with_parent()
+        os.environ |= variables(rank, size, port)
         torch.set_num_threads(1)
         sys.exit(function(*arguments))
 
@@ -585,13 +416,6 @@ def assert_close(one: Path, other: Path, rel: float = 1e-5) -> None:
             assert row[key] == pytest.approx(expected[key], rel=rel)
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of three meshes
-
-TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
-RANKS_OF_MESH = {"ddp --async_save": 2, "hsdp --dp_shard 2": 4, "fsdp --tp 2 --async_save": 4}
-
-
 def contents(folder: Path) -> dict:
     """{path: (time, bytes)} of a folder's files. Folders, whose times a lock changes, are False."""
     return {
@@ -602,18 +426,6 @@ def contents(folder: Path) -> dict:
 
 def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture(scope="session")
-def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """{mesh: folder of an uninterrupted run of 10 steps, with checkpoints at steps 5 and 10}."""
-    root = tmp_path_factory.mktemp("whole")
-    runs = {}
-    for mesh, ranks in RANKS_OF_MESH.items():
-        runs[mesh] = root / mesh.replace(" ", "")
-        argv = flags(f"--data {tokens} --out {runs[mesh]} {TEN_STEPS} --strategy {mesh}")
-        assert pool(ranks, call_train, argv) == [0] * ranks
-    return runs
 
 
 def command(*arguments) -> tuple[int, str, str]:
@@ -629,3 +441,21 @@ def build_model(config: ModelConfig, seed: int = 0, **options) -> Transformer:
     for name, parameter in model.named_parameters():
         model.init_tensor(name, parameter, seed)
     return model
+
+
+def copy_with(folder: Path, *changes: tuple[str, str, str]) -> Path:
+    """Copy the project's code to `folder`, with changes: (file, old text, which occurs once, new).
+
+    A fault that is planted in this way is what a person could commit.
+    """
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for path in ROOT.glob("*.py"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(path, folder)
+    for name in ("extras", "text", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    for name, old, new in changes:
+        source = (folder / name).read_text()
+        assert source.count(old) == 1, (name, old)
+        (folder / name).write_text(source.replace(old, new))
+    return folder

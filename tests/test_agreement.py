@@ -1,82 +1,75 @@
-"""Ranks that were started differently are refused; a stop signal to one rank stops all."""
+"""Ranks that were started differently are refused, or named."""
 
 import os
+import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import flags, listen
+from conftest import ROOT, flags, free_port, listen, start_process, variables
+from core.conftest import write_tokens
 
 import data
 import dist
-import model
-import prepare
-import start
 from errors import UsageError
-from start import refuse_shared_sequences, source_hash
+from start import compare_ranks, refuse_shared_sequences, source_hash
 
 
-def start_with_a_fault(argv: list[str], fault: str, other_data: Path) -> tuple[int, str, str]:
-    """Run train.py on four ranks with a fault that makes ranks differ, in most cases rank 2."""
-    rank = int(os.environ["RANK"])
-    is_odd = rank == 2
-    open_folder, dp_rank = data.open_folder, dist.dp_rank
-    init_tensor, read = model.Transformer.init_tensor, data.TokenDataset.__getitem__
-
-    def other_weights(net, name, tensor, seed):
-        init_tensor(net, name, tensor, seed + is_odd)
-
-    def other_norms(net, name, tensor, seed):
-        tensor.fill_(2 if is_odd and tensor.dim() == 1 else 1)
-
-    def damaged(dataset, indices):
-        if dataset.split == "val" and is_odd:
-            raise data.DataError("val.bin is damaged")
-        return read(dataset, indices)
-
-    patches = {
-        "data": (data, "open_folder", lambda path: open_folder(other_data if is_odd else path)),
-        "weights": (model.Transformer, "init_tensor", other_weights),
-        "order": (dist, "dp_rank", lambda mesh: 1),
-        "group": (dist, "dp_rank", lambda mesh: dp_rank(mesh) - (rank == 3)),
-        "norm": (model.Transformer, "init_tensor", other_norms),
-        "read": (data.TokenDataset, "__getitem__", damaged),
-        "hardware": (torch.cpu, "get_capabilities", lambda: {"avx512_bf16": not is_odd}),
-    }
-    with mock.patch.object(*patches[fault]):
+def start_in_own_folder(argv: list[str], folders: list[Path]) -> tuple[int, str, str]:
+    """Run train.py in another folder on each rank, as on hosts with disks of their own."""
+    before = Path.cwd()
+    os.chdir(folders[int(os.environ["RANK"])])
+    try:
         return listen(argv)
+    finally:
+        os.chdir(before)
 
 
-SAME = "start all ranks with the same code and data\n"
-LINES = {
-    "data": "error: rank 2 has other data than rank 0: the fingerprints are ",
-    "weights": "error: embed.weight has different bits on rank 0 (HOST) than on rank 2 (HOST), "
-    f"which holds the same part of it: {SAME}",
-    "order": "is read twice: by dp_replicate 0, dp_shard 0 and, on rank 1, by dp_replicate 0, ",
-    "group": "first, but another rank of its tp group, dp_replicate 0, dp_shard 1, reads [",
-    "norm": "error: blocks.0.attention_norm.weight has different bits on rank 2 (HOST) than on "
-    "rank 3 ",
-    "read": "train.py: error: val.bin is damaged\n",
-    "hardware": "in bfloat16, which the hardware of rank 2 on ",
+def write_other(folder: Path) -> None:
+    write_tokens(folder, seed=2)
+
+
+def write_damaged(folder: Path) -> None:
+    write_tokens(folder)
+    os.truncate(folder / "val.bin", 1001)
+
+
+FOLDERS = {
+    "other data": (write_other, "error: rank 2 has other data than rank 0: the fingerprints are "),
+    "a damaged file": (write_damaged, "tokens/val.bin has 1,001 bytes, not "),
 }
 
 
-@pytest.mark.parametrize("fault", LINES)
-def test_a_rank_that_differs_from_the_others_ends_the_run(pool, tokens, tmp_path, fault):
-    (tmp_path / "text").write_text("another text " * 400)
-    prepare.prepare([str(tmp_path / "text")], tmp_path / "other")
-    strategy = "fsdp --tp 2" if fault in ("group", "norm") else "hsdp --dp_shard 2"
-    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy {strategy} --max_steps 2")
-    argv.append("--check_replicas")
-    answers = pool(4, start_with_a_fault, argv, fault, tmp_path / "other")
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_rank_whose_data_differs_ends_the_run(pool, tmp_path, case):
+    write, line = FOLDERS[case]
+    folders = [tmp_path / "same", tmp_path / "same", tmp_path / "rank 2", tmp_path / "same"]
+    write_tokens(tmp_path / "same/tokens")
+    write(tmp_path / "rank 2/tokens")
+    text = f"--data tokens --out {tmp_path}/run --strategy hsdp --dp_shard 2 --max_steps 2"
+    answers = pool(4, start_in_own_folder, flags(text), folders)
     assert [status for status, _, _ in answers] == [2] * 4
-    line = LINES[fault].replace("HOST", socket.gethostname())
-    assert line in answers[0][2]
-    assert answers[0][2].count("\n") == 1
+    assert line in answers[0][2] and answers[0][2].count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def start_on_hardware(argv: list[str]) -> tuple[int, str, str]:
+    """Run train.py where all CPUs but rank 2's multiply in bfloat16."""
+    here = {"avx512_bf16": os.environ["RANK"] != "2"}
+    with mock.patch.object(torch.cpu, "get_capabilities", lambda: here):
+        return listen(argv)
+
+
+def test_a_rank_whose_hardware_differs_ends_the_run(on_ranks, tmp_path):
+    answers = on_ranks(3, start_on_hardware, "--strategy ddp --global_batch_size 9 --max_steps 2")
+    assert [status for status, _, _ in answers] == [2] * 3
+    assert "in bfloat16, which the hardware of rank 2 on " in answers[0][2]
+    assert socket.gethostname() in answers[0][2]
     assert not (tmp_path / "run").exists()
 
 
@@ -97,37 +90,72 @@ def test_source_hash_covers_the_modules_in_all_folders(tmp_path):
     assert len(hashes) == 7
 
 
-def read(indices_of_ranks: list[list[int]]) -> str:
+def read(shape: tuple[int, int, int], indices_of_ranks: list[list[int]]) -> str | None:
     """Return the error of ranks that read these sequences."""
     world = dist.start("cpu")
-    mesh = dist.make_mesh(world, (1, 2, 1))
-    with pytest.raises(UsageError) as error:
+    mesh = dist.make_mesh(world, shape)
+    try:
         refuse_shared_sequences(mesh, indices_of_ranks[world.rank])
-    return str(error.value)
+    except UsageError as error:
+        return str(error)
 
 
-def test_a_sequence_that_two_ranks_read_is_found(pool):
-    for line in pool(2, read, [[0, 4, 1], [2, 3, 4]]):
-        assert line == (
-            "sequence 4 is read twice: by dp_replicate 0, dp_shard 0 and, on rank 1, by "
-            "dp_replicate 0, dp_shard 1"
-        )
+SEQUENCES = {  # shape of the mesh, sequences of each rank, error
+    "own": ((1, 2, 1), [[0, 4, 1], [2, 3, 5]], None),
+    "one twice": (
+        (1, 2, 1),
+        [[0, 4, 1], [2, 3, 4]],
+        "sequence 4 is read twice: by dp_replicate 0, dp_shard 0 and, on rank 1, by "
+        "dp_replicate 0, dp_shard 1",
+    ),
+    "a tp group's": ((1, 1, 2), [[0, 1], [0, 1]], None),
+    "another one in a tp group": (
+        (1, 1, 2),
+        [[0, 1], [0, 2]],
+        "rank 1 reads the sequences [0, 2] first, but another rank of its tp group, "
+        "dp_replicate 0, dp_shard 0, reads [0, 1]",
+    ),
+}
 
 
-def compare_differing(argv_of_ranks: list[list[str]], hashes: list[str]) -> list[str]:
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_each_sequence_belongs_to_one_place_of_the_mesh(pool, case):
+    shape, indices_of_ranks, error = SEQUENCES[case]
+    assert pool(2, read, shape, indices_of_ranks) == [error] * 2
+
+
+def compare_flags(argv_of_ranks: list[list[str]]) -> list[str]:
     rank = dist.start("cpu").rank
     folder = data.TokenFolder(Path(), np.dtype("<u2"), 257, "bytes", fingerprint="abc")
-    with mock.patch.object(start, "source_hash", lambda: hashes[rank]):
-        return start.compare_ranks(argv_of_ranks[rank], folder)
+    return compare_ranks(argv_of_ranks[rank], folder)
 
 
-def test_ranks_with_other_flags_or_code_are_named(pool):
+def test_a_rank_with_other_flags_is_named(pool):
     same, other = ["--lr", "1"], ["--lr", "2"]
-    lines = ["rank 1 was started with other flags", "rank 2 runs other code"]
-    for found in pool(3, compare_differing, [same, other, same], ["a", "a", "b"]):
-        assert [line.partition("; ")[0].partition(" than")[0] for line in found] == lines
-    for found in pool(2, compare_differing, [same, same], ["a", "a"]):
-        assert found == []
+    line = "rank 1 was started with other flags; those of rank 0 are used"
+    assert pool(3, compare_flags, [same, other, same]) == [[line]] * 3
+    assert pool(2, compare_flags, [same, same]) == [[], []]
+
+
+def test_a_rank_with_other_code_is_named(tokens, tmp_path):
+    """As if a host had an older checkout."""
+    older = tmp_path / "older"
+    older.mkdir()
+    for path in [*ROOT.glob("*.py"), ROOT / "extras", ROOT / "text"]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, older / path.name)
+    with open(older / "text/encode.py", "a") as file:
+        file.write("# older\n")
+    argv = flags(f"--data {tokens} --out {tmp_path}/run --strategy ddp --max_steps 1")
+    port, printed = free_port(), tmp_path / "printed"
+    ranks = []
+    for rank, folder in enumerate((ROOT, older)):
+        environment = os.environ | variables(rank, 2, port)
+        with open(printed if rank == 0 else os.devnull, "w") as file:
+            command = [sys.executable, folder / "train.py", *argv]
+            ranks.append(start_process(command, env=environment, stdout=file))
+    assert [process.wait(60) for process in ranks] == [0, 0]
+    assert "rank 1 runs other code than rank 0" in printed.read_text()
 
 
 def test_a_run_under_nohup_outlives_its_terminal(pool):

@@ -5,161 +5,32 @@ import io
 import json
 import math
 import subprocess
-from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import ROOT, flags
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from conftest import ROOT, copy_with, flags, resolve
 
-import checkpoint
-import dist
-import model
-import optim
-import train
-from tools import check, common
+from tools import check
 from tools.measuring import parity
 from tools.measuring.harness import TORCHRUN
+from tools.planning.rehearse import Communication
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
 
-# The original functions, which the planted faults call
-train_step, replicate = train.train_step, dist.replicate
-build, gradient_sync = train.build, dist.gradient_sync
-load_state = checkpoint.load_state
-run_mlp, empty_model = model.MLP.forward, train.empty_model
-run_norm = model.RMSNorm.forward
 
-
-def is_rehearsal() -> bool:
-    return torch.distributed.get_backend() == "fake"
-
-
-def sends_more_and_waits(*arguments):
-    columns, table = train_step(*arguments)
-    if not is_rehearsal():
-        torch.distributed.all_reduce(torch.ones(25))
-        columns["mean"]["loss"].item()
-    return columns, table
-
-
-def forgets_to_average(net, *rest):
-    return replicate(net, *rest) if is_rehearsal() else net
-
-
-def scales_norms(norm, x):
-    """Scale the norms on rank 1 of the mesh."""
-    if is_rehearsal() or torch.distributed.get_rank() == 0:
-        return run_norm(norm, x)
-    return 1.001 * run_norm(norm, x)
-
-
-def loads_no_moments(path, state, **options):
-    load_state(path, {"model": state["model"]}, **options)
-
-
-def only_decays(optimizer, names, update):
-    for name in names:
-        optimizer.parameters[name].detach().mul_(1 - update.lr * update.weight_decay)
-
-
-def is_dead(mlp, x):
-    return 0 * run_mlp(mlp, x)
-
-
-def drops_in_training(mlp, x):
-    return F.dropout(run_mlp(mlp, x), 0.5, mlp.training)
-
-
-def freezes_the_embedding(run):
-    net = empty_model(run)
-    net.embed.weight.requires_grad_(False)
-    return net
-
-
-def scales_a_gradient(run, mesh, *rest, **options):
-    """Scale a gradient by 1.05 (bfloat16) or 1.01 (float32), except in one-rank reference runs."""
-    state = build(run, mesh, *rest, **options)
-    if not (is_rehearsal() or Path(run.out).name.startswith("alone on rank")):
-        scale = 1.05 if run.dtype == "bfloat16" else 1.01
-        state.decoder.blocks[0].attention.q.weight.register_hook(lambda grad: scale * grad)
-    return state
-
-
-def weights_the_last_micro_batch(state, batches, run):
-    factors = [1.0] * run.grad_accum_steps
-    if run.grad_accum_steps > 1 and torch.distributed.get_world_size() > 1:
-        factors[-1] = 1.5
-    with state.model.register_forward_hook(lambda net, inputs, loss: factors.pop(0) * loss):
-        return train_step(state, batches, run)
-
-
-@contextlib.contextmanager
-def reduces_no_replicas(net, mode, is_last):
-    with gradient_sync(net, mode, is_last):
-        if isinstance(net, FSDPModule):
-            net.set_requires_all_reduce(False)
-        yield
-
-
-def reduces_in_bfloat16(**options):
-    return MixedPrecisionPolicy(**options | {"reduce_dtype": torch.bfloat16})
-
-
-def finds_alone(ranks, check):
-    if torch.distributed.get_rank() == 1:
-        check.problems.append("planted")
-
-
-FAULTS = {
-    "step": lambda: mock.patch.object(train, "train_step", sends_more_and_waits),
-    "average": lambda: mock.patch.object(dist, "replicate", forgets_to_average),
-    "norm": lambda: mock.patch.object(model.RMSNorm, "forward", scales_norms),
-    "load": lambda: mock.patch.object(checkpoint, "load_state", loads_no_moments),
-    "update": lambda: mock.patch.object(optim.AdamW, "update", only_decays),
-    "block": lambda: mock.patch.object(model.MLP, "forward", is_dead),
-    "frozen": lambda: mock.patch.object(train, "empty_model", freezes_the_embedding),
-    "dropout": lambda: mock.patch.object(model.MLP, "forward", drops_in_training),
-    "gradient": lambda: mock.patch.object(common, "build", scales_a_gradient),
-    "weight": lambda: mock.patch.object(train, "train_step", weights_the_last_micro_batch),
-    "replicas": lambda: mock.patch.object(dist, "gradient_sync", reduces_no_replicas),
-    "dtype": lambda: mock.patch.object(dist, "MixedPrecisionPolicy", reduces_in_bfloat16),
-    "alone": lambda: mock.patch.object(check, "parity", finds_alone),
-}
-
-
-def on_rank(argv: list[str], faults: list[str]) -> tuple[int, str]:
-    """Run tools.check with faults on this rank; return its status and what it printed."""
+def on_rank(argv: list[str]) -> tuple[int, str]:
+    """Run tools.check on this rank; return its status and what it printed."""
     printed = io.StringIO()
-    short = f"{check.SHORT} --max_steps 6 --warmup_steps 1"
-    with mock.patch.object(check, "SHORT", short), contextlib.ExitStack() as stack:
-        for fault in faults:
-            stack.enter_context(FAULTS[fault]())
-        stack.enter_context(contextlib.redirect_stdout(printed))
+    with contextlib.redirect_stdout(printed):
         return check.main(argv), printed.getvalue()
 
 
-@pytest.fixture
-def checked(pool, tokens, tmp_path):
-    """checked(2, "--strategy ...", "fault", ...): status, lines, and the JSON object."""
-
-    def call(ranks: int, text: str, *faults: str) -> tuple[int, str, dict]:
-        file = tmp_path / "check.json"
-        text = f"{text} --json {file} --data {tokens} --out {tmp_path}/work"
-        answers = pool(ranks, on_rank, flags(text), faults, timeout=120)
-        assert [status for status, _ in answers] == [answers[0][0]] * ranks
-        assert not "".join(printed for _, printed in answers[1:])
-        return *answers[0], json.loads(file.read_text())
-
-    return call
-
-
-def test_clean_ranks_pass(checked, tmp_path):
-    status, printed, found = checked(2, SMALL, "dropout")  # which tools.check turns off
-    assert status == 0, printed
+def test_clean_ranks_pass(pool, tokens, tmp_path):
+    file = tmp_path / "check.json"
+    text = f"{SMALL} --json {file} --data {tokens} --out {tmp_path}/work"
+    (status, printed), (_, quiet) = pool(2, on_rank, flags(text), timeout=120)
+    found = json.loads(file.read_text())
+    assert (status, quiet) == (0, ""), printed
     assert printed.startswith("pass  ") and found["status"] == "pass"
     assert not list((tmp_path / "work").iterdir())
     assert [name.partition(" (")[0] for name in found["ranks"]] == ["rank 0", "rank 1"]
@@ -178,82 +49,280 @@ def test_clean_ranks_pass(checked, tmp_path):
     assert figures["MB handed to torch"] == 4 * weights / 1e6
 
 
-def assert_among(problems: list[str], *expected: tuple[str, str]) -> None:
-    """Check that each (beginning, end) is the beginning and end of one of the problems."""
-    for begin, end in expected:
-        assert any(line.startswith(begin) and line.endswith(end) for line in problems), begin
+# --------------------------------------------------------------------------------------------------
+# Faults, planted in a copy of the project. Each one leaves the rehearsal alone, or does not show.
 
+REAL = 'torch.distributed.get_backend() != "fake"'  # not in a rehearsal
+MESH = "torch.distributed.get_world_size() > 1"  # not in the run on one rank
+STEP = "    state.loss = loss\n"
+MLP = "return self.down(self.activation(self.gate(x)) * self.up(x))"
+ONE = "--n_layer 3 --micro_batch_size 1 --strategy single --dtype"
+SCALE = "decoder.blocks[0].attention.q.weight.register_hook(lambda grad: {} * grad)"
 
-def test_each_fault_is_reported_as_a_separate_problem(checked, tmp_path):
-    status, printed, found = checked(2, SMALL, "step", "average", "norm")
-    assert status == 1
-    assert printed.startswith("FAIL  ")
-    (folder,) = (tmp_path / "work").iterdir()
-    assert_among(
-        found["problems"],
-        (f"see {folder}", ""),
-        ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
-        ("host syncs 1 is not", ""),
-        ("the host waits at test_check.py:", ""),
-        # From ranks that do not average
-        ("one rank's loss ", ""),
-        ("one rank's grad_norm ", "is not between 0 and 1e-05"),
-        ("the first output that differs in step 1 is from blocks.0.attention_norm", ""),
-        ("-1", " bytes of all_reduce over dp_replicate are not in the rehearsal"),
-        (f"cannot write {folder}/resumed/checkpoints/step-00000003: embed", "check these devices"),
-    )
-
-
-def test_a_problem_found_by_one_rank_names_the_rank(checked):
-    status, _, found = checked(2, SMALL, "alone")
-    assert status == 1
-    assert found["problems"][0].startswith("rank 1 (")
-    assert found["problems"][0].endswith("): planted")
-
-
-def test_lost_gradients_and_a_wrong_loss_both_fail(checked):
-    """A gradient norm of 0 must not cause a division by zero."""
-    mesh = SMALL.replace("ddp", "hsdp --dp_shard 1")
-    status, _, found = checked(2, mesh, "weight", "replicas")
-    assert status == 1
-    assert found["figures"]["one rank's loss"] > 0.25  # 0.07 without the weight
-    for name in ("one rank's grad_norm", "one rank's gradients"):
-        assert found["figures"][name] == 1
-    assert found["figures"]["resumed grad_norm"] == 0
-    assert_among(found["problems"], ("no gradient: 20 parameters, such as ", ""))
-
-
-def test_a_sum_in_bfloat16_fails_although_all_numbers_are_within_their_limits(checked):
-    mesh = "--n_layer 3 --micro_batch_size 2 --dtype bfloat16 --strategy fsdp"
-    status, _, found = checked(2, mesh, "dtype")
-    assert status == 1
-    problem, folder = found["problems"]
-    assert problem == "reduce_scatter over dp_shard sums in bfloat16: use float32"
-
-
-ON_ONE_RANK = {
-    "bfloat16 update gradient": [
-        ("loss, second half", ""),
-        ("no update besides weight decay: 20 parameters", ""),
-        ("one rank's gradients 0.05 is not between 0 and 0.01", ": blocks.0.attention.q.weight"),
-    ],
-    "float32 block frozen load gradient": [
-        ("no gradient: 9 parameters, such as ", ""),
-        ("no update besides weight decay: 9 parameters, such as ", ""),
-        ("resumed loss ", ""),
-        ("one rank's gradients 0.01 is not between 0 and 1e-05", ": blocks.0.attention.q.weight"),
-    ],
+# Name -> ranks, flags, changes of the code, beginnings and ends of problems
+FAULTS = {
+    "a step sends more and waits": (
+        2,
+        SMALL,
+        [
+            (
+                "train.py",
+                STEP,
+                f"{STEP}    if {REAL}:\n        torch.distributed.all_reduce(torch.ones(25))\n"
+                "        loss.item()\n",
+            )
+        ],
+        [
+            ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
+            ("host syncs 1 is not", ""),
+            ("the host waits at train.py:", ""),
+        ],
+    ),
+    "ddp does not average": (
+        2,
+        SMALL,
+        [
+            (
+                "dist.py",
+                "    if keep_gradients:\n        # DDP",
+                f"    if {REAL}:\n        return model\n    if keep_gradients:\n        # DDP",
+            )
+        ],
+        [
+            ("one rank's loss ", ""),
+            ("one rank's grad_norm ", "is not between 0 and 1e-05"),
+            ("-1", " bytes of all_reduce over dp_replicate are not in the rehearsal"),
+        ],
+    ),
+    "a rank computes other norms": (
+        2,
+        SMALL,
+        [
+            (
+                "model.py",
+                "return self.normalize(x, self.weight)",
+                f"return self.normalize(x, self.weight) * (1 + 1e-3 * ({REAL} and "
+                "torch.distributed.get_rank() == 1))",
+            )
+        ],
+        [("the first output that differs in step 1 is from blocks.0.attention_norm", "")],
+    ),
+    "moments are not loaded": (
+        1,
+        f"{ONE} float32",
+        [
+            (
+                "checkpoint.py",
+                "    for name, tensor in flatten(state):\n        if is_reader and not error:",
+                "    for name, tensor in flatten({'model': state['model']}):\n"
+                "        if is_reader and not error:",
+            )
+        ],
+        [("resumed loss ", "")],
+    ),
+    "weights only decay": (
+        1,
+        f"{ONE} bfloat16",
+        [
+            (
+                "optim.py",
+                "lr=update.lr,\n            weight_decay",
+                "lr=1e-9,\n            weight_decay",
+            )
+        ],
+        [
+            ("loss, second half", ""),
+            ("no update besides weight decay: 20 parameters", ""),
+        ],
+    ),
+    "mlps are dead and the embedding is frozen": (
+        1,
+        f"{ONE} float32",
+        [
+            ("model.py", MLP, f"return 0 * ({MLP.removeprefix('return ')})"),
+            (
+                "train.py",
+                "    if run.loss_chunks > 1:\n        errors.need_extra",
+                "    model.embed.weight.requires_grad_(False)\n"
+                "    if run.loss_chunks > 1:\n        errors.need_extra",
+            ),
+        ],
+        [
+            ("no gradient: 9 parameters, such as ", ""),
+            ("no update besides weight decay: 9 parameters, such as ", ""),
+        ],
+    ),
+    "a gradient is 1% too large on a mesh": (
+        2,
+        SMALL,
+        [
+            (
+                "train.py",
+                '    tensors = {"model": {name',
+                f'    if {MESH}:\n        {SCALE.format(1.01)}\n    tensors = {{"model": {{name',
+            )
+        ],
+        [("one rank's gradients 0.01 is not between 0 and ", ": blocks.0.attention.q.weight")],
+    ),
+    "a gradient in bfloat16 is 5% too large on a mesh": (
+        2,
+        SMALL.replace("float32", "bfloat16"),
+        [
+            (
+                "train.py",
+                '    tensors = {"model": {name',
+                f'    if {MESH}:\n        {SCALE.format(1.05)}\n    tensors = {{"model": {{name',
+            )
+        ],
+        [("one rank's gradients 0.05 is not between 0 and 0.01", ": blocks.0.attention.q.weight")],
+    ),
+    "the last micro-batch has another weight": (
+        2,
+        SMALL,
+        [
+            (
+                "train.py",
+                "micro_loss.backward()  #",
+                f"micro_loss = micro_loss * (1.5 if micro_step == n - 1 > 0 and {MESH} else 1)\n"
+                "            micro_loss.backward()  #",
+            )
+        ],
+        [("one rank's loss ", ""), ("one rank's gradients ", "")],
+    ),
+    "replicas are not reduced": (
+        2,
+        SMALL.replace("ddp", "hsdp --dp_shard 1"),
+        [
+            (
+                "dist.py",
+                'set_requires_all_reduce(is_last or mode == "micro_batch")',
+                "set_requires_all_reduce(False)",
+            )
+        ],
+        [("one rank's grad_norm ", ""), ("one rank's gradients ", "")],
+    ),
+    "gradients are summed in bfloat16": (
+        2,
+        SMALL.replace("float32 --strategy ddp", "bfloat16 --strategy fsdp"),
+        [("dist.py", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16")],
+        [("reduce_scatter over dp_shard sums in bfloat16: use float32", "")],
+    ),
+    "one rank finds a slow link": (
+        2,
+        SMALL,
+        [
+            (
+                "tools/check.py",
+                "        parity(ranks, check)\n    for rank",
+                "        if ranks.world.rank == 1:\n            check.problems.append('planted')\n"
+                "    for rank",
+            )
+        ],
+        [("rank 1 (", "): planted")],
+    ),
 }
 
 
-@pytest.mark.parametrize("case", ON_ONE_RANK)
-def test_dead_models_and_a_scaled_gradient_fail(checked, case):
-    """Two dead models agree with each other, and AdamW undoes a factor, yet the check fails."""
-    dtype, *faults = case.split()
-    mesh = f"--n_layer 3 --micro_batch_size 1 --dtype {dtype} --strategy single"
-    status, _, found = checked(1, mesh, *faults)
-    assert status == 1
-    assert_among(found["problems"], *ON_ONE_RANK[case])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_reported(tokens, tmp_path, fault):
+    ranks, text, changes, expected = FAULTS[fault]
+    folder, file = copy_with(tmp_path / "project", *changes), tmp_path / "check.json"
+    words = flags(f"{text} --json {file} --data {tokens} --out {tmp_path}/work")
+    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", "-m", "tools.check", *words]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert answer.returncode == 1 and answer.stdout.startswith("FAIL  "), answer.stderr
+    problems = json.loads(file.read_text())["problems"]
+    for begin, end in [*expected, ("see ", "")]:
+        assert any(line.startswith(begin) and line.endswith(end) for line in problems), problems
+
+
+@pytest.mark.slow
+def test_a_fork_with_dropout_passes(tokens, tmp_path):
+    """tools.check turns dropout off: it would differ from mesh to mesh."""
+    dropped = f"return F.dropout({MLP.removeprefix('return ')}, 0.5, self.training)"
+    folder = copy_with(tmp_path / "project", ("model.py", MLP, dropped))
+    words = flags(f"{SMALL} --data {tokens} --out {tmp_path}/work")
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "tools.check", *words]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# What a profile and a log must show
+
+SENT = Communication("dp_shard", "reduce_scatter", "backward", 2, 400)
+COMMUNICATED = {"kind": "reduce_scatter", "axis": "dp_shard", "calls": 2, "bytes": 400}
+PROFILES = {  # host syncs, dtypes and bytes of what was sent, problems
+    "as rehearsed": ({}, ["float32"], 400, []),
+    "a sync": (
+        {"train.py:9": 2},
+        ["float32"],
+        400,
+        ["host syncs 2 is not between 0 and 0", "the host waits at train.py:9"],
+    ),
+    "more bytes": (
+        {},
+        ["float32"],
+        500,
+        ["+100 bytes of reduce_scatter over dp_shard are not in the rehearsal"],
+    ),
+    "fewer bytes": (
+        {},
+        ["float32"],
+        300,
+        ["-100 bytes of reduce_scatter over dp_shard are not in the rehearsal"],
+    ),
+    "another dtype": (
+        {},
+        ["bfloat16", "float32"],
+        400,
+        ["reduce_scatter over dp_shard sums in bfloat16: use float32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROFILES)
+def test_a_profiled_step_does_what_was_rehearsed(case):
+    syncs, dtypes, size, problems = PROFILES[case]
+    communicated = [COMMUNICATED | {"dtypes": dtypes, "bytes": size}]
+    # Activations may be summed over tp in bfloat16.
+    over_tp = {"kind": "all_reduce", "axis": "tp", "calls": 1, "bytes": 8, "dtypes": ["bfloat16"]}
+    found = parity.Check()
+    sent = [SENT, Communication("tp", "all_reduce", "forward", 1, 8)]
+    profile = {"host_syncs": syncs, "communicated": [*communicated, over_tp]}
+    check.check_profile(found, profile, sent)
+    assert found.problems == problems
+    assert found.figures["MB handed to torch"] == (size + 8) / 1e6
+
+
+LEARNS = {"grad_norm": 1.0, "update_norm": 1.0, "weight_norm": 1.0}
+LEARNING = {  # losses, what changes in the rows of parameter b, beginnings of the problems
+    "both learn": ([4, 4, 3, 3], {}, []),
+    "the loss stays": ([4, 4, 4, 4], {}, ["loss, second half / first 1 is not"]),
+    "no gradient": ([4, 4, 3, 3], {"grad_norm": 0.0}, ["no gradient: 1 parameters, such as b"]),
+    "only decay": (
+        [4, 4, 3, 3],
+        {"update_norm": 1e-5},
+        ["no update besides weight decay: 1 parameters, such as b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEARNING)
+def test_each_parameter_must_learn(case):
+    losses, change, problems = LEARNING[case]
+    of_parameters = []
+    for step in range(1, 5):
+        late = change if step > 1 else {}  # a gradient of the first step may be 0
+        of_parameters += [{"step": step, "parameter": "a", **LEARNS}]
+        of_parameters += [{"step": step, "parameter": "b", **LEARNS, **change, **late}]
+    found = parity.Check()
+    run = resolve("--lr 1e-3 --weight_decay 0.1")
+    log = parity.RunLog([{"loss": loss} for loss in losses], of_parameters, 0.0, {})
+    check.check_learning(found, log, run)
+    assert len(found.problems) == len(problems)
+    assert all(map(str.startswith, found.problems, problems)), found.problems
 
 
 @pytest.mark.parametrize(
@@ -308,38 +377,29 @@ def test_gradients_are_compared_by_the_median_over_steps(expected, found, change
 @pytest.mark.parametrize("hosts, local_size, count", [(1, 4, 4), (64, 8, 24), (513, 8, 32)])
 def test_links_are_timed_in_few_rounds(hosts, local_size, count):
     """Each link is timed, and no two links of a host at the same time."""
-    world = SimpleNamespace(size=hosts * local_size, local_size=local_size)
-    with mock.patch.object(check, "time_links") as time_links:
-        check.links(SimpleNamespace(world=world), parity.Check())
-    rounds = [pairs for call in time_links.call_args_list for pairs in call.args[3]]
+    size = hosts * local_size
+    kinds = check.rounds_of_links(size, local_size)
+    assert kinds.keys() == ({"on a host", "across hosts"} if hosts > 1 else {"on a host"})
+    rounds = [pairs for found in kinds.values() for pairs in found]
     assert len(rounds) == count
     found = {pair for pairs in rounds for pair in pairs if pair[0] != pair[1]}
-    assert len(found) == world.size * time_links.call_count
+    assert len(found) == size * len(kinds)
     for pairs in rounds:
         busy = [host for pair in pairs for host in {rank // local_size for rank in pair}]
         assert len(busy) == len(set(busy))
 
 
 @pytest.mark.parametrize(
-    "device, kind, second, slow",
+    "seconds, slow",
     [
-        ("cpu", "across hosts", [1, 2], 1),
-        ("cpu", "across hosts", [1, 1], 0),
-        ("cpu", "across hosts", [2, 1], 0),
-        ("cuda", "on a host", [1, 2], 1),
-        ("cpu", "on a host", [1, 2], 0),  # other work on the cores
+        ([1, 1, 1, 1], {}),
+        ([1, 1, 1.3, 1.4], {}),
+        ([1, 1, 1, 1.5], {3: 1.5}),
+        ([2, 1, 1, 2, 2], {0: 2, 3: 2, 4: 2}),  # one slow host slows many links
     ],
 )
-def test_a_link_is_slow_only_if_a_second_measurement_agrees(device, kind, second, slow):
-    world = SimpleNamespace(device=torch.device(device))
-    ranks = SimpleNamespace(names=["rank 0", "rank 1"], world=world)
-    pairs = [(0, 1), (1, 0)]
-    times = [dict(zip(pairs, seconds)) for seconds in ([1, 2], second)]
-    result = parity.Check()
-    with mock.patch.object(check, "best_times", side_effect=times):
-        check.time_links(ranks, result, kind, pairs)
-    expected = ["slow: the link from rank 1 to rank 0 takes 2.0 x as long as the faster links"]
-    assert result.problems == slow * expected
+def test_a_link_is_slow_beside_the_faster_quarter(seconds, slow):
+    assert check.slow_links(dict(enumerate(seconds))) == slow
 
 
 @pytest.mark.slow

@@ -1,33 +1,48 @@
-"""Checkpoints are saved on any mesh, in either format, and loaded on any other mesh."""
+"""What tests/core does not need: full checkpoints, tools.checkpoint, several hosts, and memory."""
 
-import itertools
-import json
 import math
+import os
 import shutil
-import zlib
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from conftest import (
     build_run,
+    call_train,
+    command,
     documented_fields,
+    file_names,
+    flags,
     full_tensor,
     last_checkpoint,
     make_saver,
-    resolve,
+    memory_taken,
     rows,
     tensors,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
 import dist
-import train
 from optim import local
+from start import find_origin
 from tools.checkpoint import consolidate
+
+TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
+RANKS_OF_MESH = {"ddp --async_save": 2, "hsdp --dp_shard 2": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(pool, tokens, tmp_path_factory) -> dict[str, Path]:
+    """{mesh: folder of an uninterrupted run of 10 steps, with checkpoints at steps 5 and 10}."""
+    root = tmp_path_factory.mktemp("whole")
+    runs = {}
+    for mesh, ranks in RANKS_OF_MESH.items():
+        runs[mesh] = root / mesh.replace(" ", "")
+        argv = flags(f"--data {tokens} --out {runs[mesh]} {TEN_STEPS} --strategy {mesh}")
+        assert pool(ranks, call_train, argv) == [0] * ranks
+    return runs
 
 
 def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
@@ -65,111 +80,109 @@ def test_a_save_logs_its_size_and_duration(whole, mesh):
     assert ("async" in mesh) == (row["blocking_seconds"] < row["seconds"])
 
 
-MESHES = {1: ["single"], 2: ["fsdp", "single --tp 2"], 4: ["hsdp --dp_shard 2", "fsdp --tp 2"]}
-# 4 ranks do not divide the rows; with tp 2, neither do 2. The head has a separate weight.
-FLAGS = (
-    "--n_layer 1 --n_head 2 --n_kv_head 2 --d_model 20 --d_ff 22 --model tinyllama-1.1b "
-    "--optimizer muon --clip adaptive --seq_len 16 --global_batch_size 8 --max_steps 1 "
-    "--device cpu --dtype float32"
-)
+def flip_a_bit(path: Path, name: str = "rank-00000.safetensors", place: int = -5) -> None:
+    contents = bytearray((path / name).read_bytes())
+    contents[place] ^= 4
+    (path / name).write_bytes(contents)
 
 
-def expected_values(name: str, shape: torch.Size) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator)
-
-
-def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the expected values, as torch shards a full tensor."""
-    whole = expected_values(name, tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-
-
-def states_of_meshes(argv: list[str]) -> Iterator[tuple[str, dist.DeviceMesh, dict]]:
-    """Build the run on each mesh with this number of ranks; yield name, mesh and tensors."""
+def find_damage_on_two_hosts(argv: list[str]) -> str:
+    """Return the error of a start on two hosts of one rank each."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     world = dist.start("cpu")
-    for mesh in MESHES[world.size]:
-        text = " ".join([*argv, "--strategy", mesh])
-        run = resolve(text, world_size=world.size)
-        device_mesh = dist.make_mesh(world, run.mesh_shape)
-        state = train.build(run, device_mesh)
-        name = f"{world.size}_{mesh.replace(' ', '')}"
-        yield name, device_mesh, dict(checkpoint.flatten(state.tensors))
+    try:
+        path = find_origin(argv, world).path
+    except (checkpoint.CheckpointError, dist.RankError) as error:
+        return str(error)
+    return f"{path} verifies"
 
 
-def save_on_each_mesh(argv: list[str], folder: Path) -> None:
-    for number, (name, _, state) in enumerate(states_of_meshes(argv)):
-        for key, tensor in state.items():
-            local(tensor).copy_(expected_part(key, tensor))
-        saver = make_saver(folder / name, number % 2 == 1, 0, 0)
-        saver.save(state, {"step": 1})
-        saver.wait()
-        assert saver.failure is None
+def test_ranks_of_two_hosts_verify_all_files_together(whole, on_ranks, tmp_path):
+    """One checkpoint has a damaged file that rank 0 verifies, the other one that rank 1 does."""
+    out = tmp_path / "run"
+    shutil.copytree(whole["ddp --async_save"], out)
+    damaged = ["index.json", "rank-00000.safetensors"]
+    for path, name in zip(checkpoint.list_checkpoints(out), damaged, strict=True):
+        flip_a_bit(path, name)
+    for error in on_ranks(2, find_damage_on_two_hosts, f"{TEN_STEPS} --strategy ddp"):
+        for name in damaged:
+            assert f"{name} has changed since it was written" in error
 
 
-def load_on_each_mesh(argv: list[str], paths: list[Path]) -> int:
-    """Load each checkpoint on each mesh; return the number of pairs. Only replica 0 reads."""
-    pairs = 0
-    fill, read = checkpoint.Reader.fill, []
-
-    def fill_and_record(reader: checkpoint.Reader, name: str, tensor: torch.Tensor) -> None:
-        read.append(name)
-        if "damaged" in reader.path.parts and len(read) > 1:
-            raise checkpoint.CheckpointError("the disk is damaged")
-        fill(reader, name, tensor)
-
-    for _, mesh, state in states_of_meshes(argv):
-        replicas = mesh.get_group("dp_replicate")
-        names = list(state) if mesh.get_local_rank("dp_replicate") == 0 else []
-        for path in paths:
-            for tensor in state.values():
-                local(tensor).fill_(torch.nan)
-            read.clear()
-            with mock.patch.object(checkpoint.Reader, "fill", fill_and_record):
-                progress = mock.Mock()
-                checkpoint.load_state(path, state, replicas, progress)
-            assert read == names
-            assert progress.call_count == len(state)
-            for key, tensor in state.items():
-                assert torch.equal(local(tensor), expected_part(key, tensor)), (path, key)
-            pairs += 1
-        read.clear()
-        damaged = mock.patch.object(checkpoint.Reader, "fill", fill_and_record)
-        errors = (checkpoint.CheckpointError, dist.RankError)
-        failure = pytest.raises(errors, match="the disk is damaged")
-        with damaged, failure, dist.raise_on_all_ranks():  # no rank waits for the one that failed
-            checkpoint.load_state(paths[0].parents[2] / "damaged", state, replicas)
-    return pairs
+def save_alone(path: Path) -> str:
+    """Return the error of a save without on_all_ranks."""
+    dist.start("cpu")
+    with pytest.raises(ValueError) as error:
+        checkpoint.save_state(path, {"a": torch.ones(2)}, {"step": 6})
+    dist.on_all_ranks(int)  # no rank exits while another one is still connecting
+    return str(error.value)
 
 
-def test_any_mesh_loads_what_any_other_has_saved(pool, tokens, tmp_path):
-    argv = f"{FLAGS} --data {tokens} --out {tmp_path}/run".split()
-    for ranks in MESHES:
-        pool(ranks, save_on_each_mesh, argv, tmp_path / "saved")
-    paths = sorted((tmp_path / "saved").glob("*/checkpoints/step-00000001"))
-    consolidate(paths[-1], tmp_path / "saved/full")
-    shutil.copytree(tmp_path / "saved/full", paths[0].parents[2] / "damaged")
-    paths.append(tmp_path / "saved/full")
-    assert len(paths) == 6
-    for ranks, meshes in MESHES.items():
-        for pairs in pool(ranks, load_on_each_mesh, argv, paths):
-            assert pairs == 6 * len(meshes)
-    for path in paths:
-        assert_anyone_can_read(path)
+def test_a_save_without_on_all_ranks_is_refused(pool, tmp_path):
+    line = "on several ranks, save_state needs on_all_ranks=dist.on_all_ranks"
+    assert pool(2, save_alone, tmp_path / "checkpoint") == [line] * 2
+    assert not file_names(tmp_path)
 
 
-def assert_anyone_can_read(path: Path) -> None:
-    """Assemble each tensor with only the package safetensors, as docs/reference.md shows."""
-    safe_open = pytest.importorskip("safetensors").safe_open
-    index = json.loads((path / "index.json").read_text())
-    for name, tensor in index["tensors"].items():
-        whole = torch.full(tensor["shape"], torch.nan)
-        for start, file in zip(itertools.product(*tensor["cuts"]), tensor["grid"], strict=True):
-            with safe_open(path / index["files"][file], framework="pt") as opened:
-                chunk = opened.get_tensor(name)
-            place = [slice(begin, begin + n) for begin, n in zip(start, chunk.shape)]
-            whole[tuple(place)] = chunk
-        assert torch.equal(whole, expected_values(name, whole.shape))
+# --------------------------------------------------------------------------------------------------
+# A sharded checkpoint as one file
+
+
+def test_consolidate_writes_a_complete_checkpoint(whole, tmp_path):
+    """It creates the parent folder, and there is no warning."""
+    path = whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005"
+    out = tmp_path / "new/one"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, said, error = command("consolidate", path, out)
+    assert (status, error) == (0, "") and said.startswith(f"{out}: one file, ")
+    assert file_names(out.parent) == ["one"]
+    assert file_names(out) == ["full.safetensors", "index.json", "manifest.json"]
+    torch.testing.assert_close(tensors(out), tensors(path), rtol=0, atol=0, equal_nan=True)
+    source = checkpoint.read_manifest(path)
+    manifest = checkpoint.read_manifest(out)
+    shards = {f"rank-{rank:05d}.safetensors" for rank in range(4)}
+    assert source.pop("files").keys() == shards | {"index.json"}
+    assert manifest.pop("files").keys() == {"full.safetensors", "index.json"}
+    assert manifest.pop("crc32") != source.pop("crc32")
+    assert manifest == source
+    status, said, _ = command("verify", out)
+    assert (status, "complete and unchanged: 2 files" in said) == (0, True)
+    assert said.count("\n") == 1
+
+
+def test_consolidate_copies_extra_files(tmp_path, one_rank):
+    saver = make_saver(tmp_path, False, 0, 0, extra_files={"my.json": b"IQ== 0\n" * 200_000})
+    saver.save({"weight": torch.ones(3)}, {"step": 1})
+    path = last_checkpoint(tmp_path)
+    consolidate(path, tmp_path / "one")
+    assert (tmp_path / "one/my.json").read_bytes() == (path / "my.json").read_bytes()
+    assert checkpoint.verify(tmp_path / "one") is None
+
+
+def test_a_run_continues_from_a_consolidated_checkpoint(whole, run, tmp_path):
+    path = checkpoint.step_path(tmp_path / "run", 5)
+    consolidate(whole["hsdp --dp_shard 2"] / "checkpoints/step-00000005", path)
+    resumed = rows(run(2, f"{TEN_STEPS} --strategy fsdp", "run"))
+    losses = [row["loss"] for row in rows(whole["hsdp --dp_shard 2"])[5:]]
+    assert [row["loss"] for row in resumed] == pytest.approx(losses, rel=1e-5)
+
+
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(whole, small_disk):
+    path = last_checkpoint(whole["hsdp --dp_shard 2"])
+    (small_disk / "other").write_bytes(bytes(900_000))
+    status, _, error = command("consolidate", path, small_disk / "new/one")
+    assert (status, error.count("\n")) == (1, 1)
+    line = f"tools.checkpoint: error: cannot write {small_disk}/new/one: [Errno 28] No space left"
+    assert error.startswith(line)
+    assert not list(small_disk.glob("new/*"))
+
+
+def test_loading_and_consolidating_take_little_memory(tmp_path, one_rank):
+    """At most the pages of one tensor of a mapped file are resident: 4 MB of 96."""
+    state = {str(number): torch.ones(1024, 1024) for number in range(24)}
+    saver = make_saver(tmp_path, False, 0, 0)
+    saver.save(state, {"step": 1})
+    path = last_checkpoint(tmp_path)
+    assert memory_taken(lambda: checkpoint.load_state(path, state)) < 45e6
+    assert memory_taken(lambda: consolidate(path, tmp_path / "one")) < 45e6

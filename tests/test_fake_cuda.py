@@ -17,7 +17,8 @@ from unittest import mock
 import fake_cuda
 import pytest
 import torch
-from conftest import Pool, flags
+from conftest import flags
+from core.conftest import Pool
 from core.test_mesh import order_of_forward
 from test_dist import place_on_mesh
 

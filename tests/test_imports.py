@@ -232,3 +232,18 @@ def test_no_function_changes_its_arguments(name):
             if owner(node) in classes and not is_filled:
                 found.append(ast.unparse(node))
         assert not found, f"{function.name} changes {found}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Files that are read are never executed
+
+EXECUTES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def test_no_module_can_execute_the_files_that_it_reads():
+    """No module unpickles anything. The packages that read parquet or zstd are not checked."""
+    for name, path in MODULES.items():
+        assert not imported_modules(path) & EXECUTES, name
+        source = path.read_text()
+        for call in ("torch.load(", "weights_only", "allow_pickle", " eval(", " exec("):
+            assert call not in source, f"{name} has {call}"

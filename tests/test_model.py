@@ -1,7 +1,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from dist import checkpoint_activations
 from extras.chunked_loss import ChunkedLoss
 from model import (
-    MLP,
     Head,
     ModelConfig,
     NotFinite,
@@ -129,25 +127,30 @@ def test_both_attention_implementations_agree():
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Lets the model choose the kernels of a GPU."""
+    """Lets the model choose the kernels of a GPU, and records how it calls attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.calls.append((args, kwargs))
         return function is is_gpu or function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype, heads", [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_float32_attention_on_a_gpu_repeats_k_and_v(monkeypatch, dtype, heads):
+def test_float32_attention_on_a_gpu_repeats_k_and_v(dtype, heads):
     """torch's float32 kernels for GPUs need as many heads of k and v as of q."""
     q = torch.randn(2, 4, 8, 8, dtype=dtype)
     k, v = torch.randn(2, 2, 2, 8, 8, dtype=dtype)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    kernel = mock.Mock(wraps=F.scaled_dot_product_attention)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    with AsOnGpu():
+    with AsOnGpu() as gpu:
         y = causal_attention(q, k, v)
     torch.testing.assert_close(y, expected)
-    assert [x.size(1) for x in kernel.call_args.args] == [4, heads, heads]
-    assert kernel.call_args.kwargs["enable_gqa"] == (heads < 4)
+    ((arguments, options),) = gpu.calls
+    assert [x.size(1) for x in arguments] == [4, heads, heads]
+    assert options["enable_gqa"] == (heads < 4)
 
 
 @pytest.mark.parametrize("kernel", ["_cudnn", "_flash"])
@@ -226,12 +229,12 @@ def test_gradients_of_chunks_are_summed_in_float32():
 def gradients_with_dropout(mode: str) -> list[torch.Tensor]:
     """The gradients of a fork with dropout in its MLPs."""
     model = build_model(SMALL)
+    for block in model.blocks:
+        block.mlp.down.register_forward_hook(lambda layer, inputs, x: F.dropout(x, 0.5))
     checkpoint_activations(model.blocks, mode, SMALL)
     torch.manual_seed(0)
     tokens = torch.arange(32).view(2, 16)
-    compute = MLP.forward
-    with mock.patch.object(MLP, "forward", lambda mlp, x: F.dropout(compute(mlp, x), 0.5)):
-        model(tokens, tokens).backward()
+    model(tokens, tokens).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -243,39 +246,11 @@ def test_recomputation_repeats_the_dropout_mask(mode):
 # ---- parameters
 
 
-def test_initial_weights_depend_on_seed_and_name():
-    model, same, other = (build_model(SMALL, seed=seed) for seed in (1, 1, 2))
-    assert all(map(torch.equal, model.parameters(), same.parameters()))
-    assert not torch.equal(model.embed.weight, other.embed.weight)
-    first, second = model.blocks
-    assert not torch.equal(first.attention.q.weight, second.attention.q.weight)
-
-
-def test_initial_weights_have_the_published_deviations():
-    for name, parameter in build_model(SMALL, seed=1).named_parameters():
-        if name.endswith("norm.weight"):
-            assert (parameter == 1).all()
-        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
-            # these write to the residual stream, two in each of two blocks
-            assert parameter.std().item() == pytest.approx(0.02 / 4**0.5, rel=0.1), name
-        else:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
-
-
 def test_gradients_of_repeated_tokens_on_a_gpu_are_summed_in_float32():
     """By itself, CUDA sums in the weight's dtype for up to 12 x 256 = 3,072 tokens."""
     with AsOnGpu():
         difference, size = error_of_repeated_tokens(tied=True, count=12)
     assert difference < 0.005 * size
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weight_decay_excludes_norms_and_the_embedding(tied):
-    model = build_model(dataclasses.replace(SMALL, n_layer=1, tied=tied))
-    decayed = {name for name, _ in model.named_parameters() if model.decays(name)}
-    matrices = {f"blocks.0.attention.{name}.weight" for name in ("q", "k", "v", "out")}
-    matrices |= {f"blocks.0.mlp.{name}.weight" for name in ("gate", "up", "down")}
-    assert decayed == (matrices if tied else matrices | {"head.weight"})
 
 
 # ---- text

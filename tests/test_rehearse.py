@@ -193,21 +193,6 @@ def test_extending_a_few_layers_equals_rehearsing_all(pool, text):
     assert found == whole
 
 
-def first_rehearsed(text: str) -> int:
-    """The number of layers that are rehearsed first."""
-    run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
-    first = mock.patch.object(rehearsing, "run_step", side_effect=KeyError)
-    with first as run_step, pytest.raises(KeyError):
-        rehearse(run, rank=3)
-    return run_step.call_args.args[0].n_layer
-
-
-def test_all_layers_are_rehearsed_if_they_depend_on_each_other(pool):
-    """A bucket of DDP has several layers, and Muon distributes the matrices of all layers."""
-    texts = ["ddp --n_layer 9", "fsdp --n_layer 9 --optimizer muon", *EXTENDED]
-    assert [pool(1, first_rehearsed, text) for text in texts] == [[9], [9], [5], [2]]
-
-
 def estimated_and_rehearsed(texts: list[str]) -> list[tuple[int, int]]:
     found = []
     for rehearsed in rehearse_on_gpus(texts):
@@ -222,7 +207,7 @@ def test_the_estimate_of_a_start_is_close_to_a_rehearsal(pool):
     texts = [
         f"{base} --strategy fsdp --loss_chunks 2 --n_layer 2",
         f"{base} --strategy fsdp --loss_chunks 1 --n_layer 2",
-        f"{base} --strategy ddp --n_layer 40 --seq_len 64 --activation_checkpointing full",
+        f"{base} --strategy ddp --n_layer 8 --seq_len 64 --activation_checkpointing full",
         f"{base} --strategy ddp --n_layer 3 --seq_len 32 --activation_checkpointing full",
     ]
     (found,) = pool(1, estimated_and_rehearsed, texts)

@@ -1,21 +1,33 @@
 """tools/replay.py as `python -m tools.replay`: repeats a step of a run and explains it."""
 
+import contextlib
 import json
 import math
 import re
 import shutil
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, contents, flags, listen, rows, start_row
+from conftest import (
+    call_train,
+    contents,
+    exit_statuses,
+    flags,
+    fork_ranks,
+    listen,
+    rows,
+    start_row,
+)
 
 import checkpoint
 import data
 import model
 from extras import mixture as mixtures
 from log import read_starts
-from tools import common, replay
+from tools import replay
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
 SEQUENCE = re.compile(r"sequence (\d+), (\S+) at token (\d+): (.*)")
@@ -109,27 +121,31 @@ def test_replay_skips_a_damaged_checkpoint(single):
     assert differences(out) == [0, 0]
 
 
-def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path, monkeypatch):
-    early, late = (single / f"checkpoints/step-0000000{step}" for step in (2, 4))
-    late.rename(tmp_path / "not saved yet")
-    real_load = common.load
+def replay_while_it_is_removed(run: Path, aside: Path, printed: Path) -> None:
+    """Replay step 6. When checkpoint 2 is opened for its weights, it is removed, and 4 appears."""
+    early, late = (run / f"checkpoints/step-0000000{step}" for step in (2, 4))
 
-    def load(state, start):
-        if start.origin.path == early:
-            for tensor in state.tensors["model"].values():
-                tensor.fill_(1)  # the part that has been read
-            (tmp_path / "not saved yet").rename(late)
-            early.rename(tmp_path / "removed")
-            raise checkpoint.CheckpointError("rank-00000.safetensors is missing")
-        real_load(state, start)
+    def replace(event: str, arguments: tuple) -> None:
+        if event == "open" and str(arguments[0]).startswith(f"{early}/rank-") and aside.exists():
+            names = [frame.name for frame in traceback.extract_stack()]
+            if not any(name.startswith("verif") for name in names):  # to load it
+                aside.rename(late)
+                early.rename(run.parent / "removed")
 
-    monkeypatch.setattr(common, "load", load)
-    status, out, _ = listen([str(single), "6"], replay.main)
-    assert status == 0 and f"passed over {early}: rank-00000.safetensors is missing" in out
-    assert f"2 steps after {late}" in out and differences(out) == [0, 0]
-    late.rename(tmp_path / "removed, too")
-    status, out, _ = listen([str(single), "4"], replay.main)
-    assert "4 steps after the initial weights" in out and differences(out) == [0, 0]
+    sys.addaudithook(replace)
+    with open(printed, "w") as file, contextlib.redirect_stdout(file):
+        sys.exit(replay.main([str(run), "6"]))
+
+
+def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path):
+    aside, printed = tmp_path / "not saved yet", tmp_path / "printed"
+    (single / "checkpoints/step-00000004").rename(aside)
+    (process,) = fork_ranks(1, replay_while_it_is_removed, single, aside, printed)
+    assert exit_statuses([process]) == [0]
+    out = printed.read_text()
+    assert f"passed over {single}/checkpoints/step-00000002: " in out
+    assert f"2 steps after {single}/checkpoints/step-00000004" in out
+    assert differences(out) == [0, 0]
 
 
 def test_a_step_is_repeated_with_the_flags_that_trained_it(run, tmp_path):
@@ -180,48 +196,42 @@ class InfiniteGradient(torch.autograd.Function):
         return gradient * math.inf
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """plant(step, owner, name, change): in this step, change the first argument of a function.
+@contextlib.contextmanager
+def planted(passes: range, kind: type, change):
+    """Change what modules of a kind return in these forward passes in training, from 1."""
+    count = [0]
 
-    For a method, this is the argument after self.
-    """
-    real_step, steps = common.train_step, [0]
+    def see(module: torch.nn.Module, inputs: tuple) -> None:
+        if isinstance(module, model.Transformer) and not inputs[0].is_meta:
+            count[0] += torch.is_grad_enabled()
 
-    def train_step(state, *rest):
-        steps.append(state.step)
-        return real_step(state, *rest)
+    def plant(module: torch.nn.Module, inputs: tuple, output: torch.Tensor):
+        if isinstance(module, kind) and torch.is_grad_enabled() and count[0] in passes:
+            return change(output)
 
-    monkeypatch.setattr(common, "train_step", train_step)
-
-    def call(step, owner, name, change):
-        real = getattr(owner, name)
-        place = 1 if isinstance(owner, type) else 0
-
-        def changed(*arguments, **options):
-            arguments = list(arguments)
-            if steps[-1] == step and torch.is_grad_enabled():
-                arguments[place] = change(arguments[place])
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, changed)
-
-    return call
+    modules = torch.nn.modules.module
+    with (
+        modules.register_module_forward_pre_hook(see),
+        modules.register_module_forward_hook(plant),
+    ):
+        yield
 
 
-def test_replay_reports_the_first_module_with_an_inf(single, plant):
-    plant(6, model.MLP, "forward", lambda x: x * math.inf)
-    out = repeated(single, 6)
-    assert "first not finite in forward: blocks.0.mlp.gate\n" in out
+def test_replay_reports_the_first_module_with_an_inf(single):
+    """Step 6 is the second after a checkpoint. It is then repeated, to find the module."""
+    with planted(range(2, 4), model.MLP, lambda x: x * math.inf):
+        out = repeated(single, 6)
+    assert "first not finite in forward: blocks.0.mlp\n" in out
     assert "grad_norm nan" in out
 
 
-def test_replay_reports_the_first_inf_of_a_backward_pass(single, plant):
-    plant(3, model, "causal_attention", InfiniteGradient.apply)
-    out = repeated(single, 3)
+def test_replay_reports_the_first_inf_of_a_backward_pass(single):
+    with planted(range(1, 3), model.Attention, InfiniteGradient.apply):
+        out = repeated(single, 3)
     assert "first not finite in forward: none\n" in out
     assert "first not finite in backward: blocks.1.attention\n" in out
-    out = repeated(single, 4)
+    with planted(range(1, 2), model.Attention, InfiniteGradient.apply):
+        out = repeated(single, 4)
     assert "step 3: its update is skipped" in out and "first not finite" not in out
 
 

@@ -1,7 +1,7 @@
 """Where a run starts: its checkpoint, its flags, what may change, and the lock."""
 
+import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import signal
@@ -10,19 +10,18 @@ import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, ROOT, children, fork_ranks, resolve, wait_until
+from conftest import CPU, ROOT, children, exit_statuses, fork_ranks, resolve, wait_until
 
 import checkpoint
 import config
 import data
 import dist
 from config import FLAGS
-from errors import UsageError, try_lock
+from errors import UsageError
 from model import ModelConfig
 from start import compare, find_origin, hold_lock
 
@@ -271,21 +270,6 @@ def test_a_small_model_keeps_the_strategy_of_a_configuration():
 # One run at a time
 
 
-def test_the_lock_file_is_removed_before_the_lock_is_released(tmp_path, monkeypatch):
-    """Otherwise the file of the next owner could be removed, and a third run could lock it."""
-    out = tmp_path / "run"
-    real_close, at_release = os.close, []
-
-    def close(descriptor):
-        at_release.append((out / "lock").exists())
-        real_close(descriptor)
-
-    with hold_lock(out):
-        (out / "metrics.jsonl").touch()
-        monkeypatch.setattr(os, "close", close)
-    assert at_release == [False]
-
-
 def test_the_lock_of_another_run_is_not_deleted(tmp_path):
     with hold_lock(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "renamed")
@@ -351,16 +335,21 @@ def test_a_dangling_link_is_refused(tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_lock_file_replaced_before_it_is_locked_is_rejected(tmp_path):
-    """The last holder removes the file, and a third run creates another."""
-    path = tmp_path / "lock"
-    lock_it = fcntl.lockf
+def take_turns(out: Path, counter: Path) -> None:
+    """Lock `out` a hundred times; each time add 1 to the counter, which only the owner may do."""
+    done = 0
+    while done < 100:
+        with contextlib.suppress(UsageError), hold_lock(out):
+            count = int(counter.read_text())
+            time.sleep(0.0005)
+            counter.write_text(str(count + 1))
+            done += 1
 
-    def replace_first(descriptor: int, operation: int) -> None:
-        path.unlink()
-        path.touch()
-        lock_it(descriptor, operation)
 
-    with mock.patch("fcntl.lockf", replace_first):
-        assert try_lock(path) is None
-    assert try_lock(path) is not None
+def test_a_lock_has_one_owner_although_each_removes_its_file(tmp_path):
+    """A process may lock the file of an owner who has just removed it."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    processes = fork_ranks(3, take_turns, tmp_path / "run", counter)
+    assert exit_statuses(processes) == [0, 0, 0]
+    assert counter.read_text() == "300"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import re
 import shutil
 import signal
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,7 +30,6 @@ from conftest import (
 import checkpoint
 import model
 import optim
-import train
 from text import tokenizer
 from tools import hf
 
@@ -121,53 +118,23 @@ def test_a_tokenizer_file_that_has_changed_is_refused(on_ranks, tokens, tmp_path
     assert on_ranks(1, listen, f"{text} 2 --allow_changes")[0][0] == 0
 
 
-def signal_in_step_2(argv: list[str], max_restarts: str) -> tuple[int, str, str]:
-    """Run train.py as under torchrun --max-restarts, and signal it to stop in its second step."""
-    step = train.train_step
-
-    def signal_and_step(state, *rest):
-        if state.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(state, *rest)
-
-    restarts = mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS=max_restarts)
-    with restarts, mock.patch.object(train, "train_step", signal_and_step):
-        return listen(argv)
+# --checkpoint none: nothing to continue from. torchrun would restart ranks that end with an error.
+STOPS = {
+    "without checkpoints": (1, "--checkpoint none", (), os.EX_TEMPFAIL, []),
+    "torchrun may restart": (2, "--strategy fsdp", ("--max-restarts", "3"), 0, ["saved"]),
+}
 
 
-@pytest.mark.parametrize(
-    "text, max_restarts, status, saved",
-    [
-        ("--max_steps 3", "0", os.EX_TEMPFAIL, ["step-00000003"]),  # before the last evaluation
-        ("--max_steps 4", "0", os.EX_TEMPFAIL, ["step-00000003"]),
-        ("--max_steps 4", "3", 0, ["step-00000003"]),  # torchrun would restart it at once
-        ("--max_steps 4 --checkpoint none", "0", os.EX_TEMPFAIL, []),
-    ],
-)
-def test_a_signal_stops_a_run_after_the_next_step(
-    on_ranks, tmp_path, text, max_restarts, status, saved
-):
-    """All ranks learn of the signal one step later, and log that step."""
-    text += " --log_interval 100"
-    ((found, said, _),) = on_ranks(1, signal_in_step_2, text, max_restarts)
-    assert found == status
-    assert "stopped after step 3" in said
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 3]
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == saved
-
-
-def seconds_waited_for_data(argv: list[str]) -> float:
-    """The seconds for the micro-batches of a step, each of which takes a second to read."""
-    run = build_run(argv)
-    before = run.batches.waited
-    with mock.patch.object(time, "perf_counter", itertools.count().__next__):
-        for _ in range(run.run.grad_accum_steps):
-            next(run.batches)
-    return run.batches.waited - before
-
-
-def test_waiting_for_data_adds_up_over_micro_batches(on_ranks):
-    assert on_ranks(1, seconds_waited_for_data, "--micro_batch_size 2") == [4]
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stopped_run_ends_with_the_status_that_its_launcher_needs(job, stop):  # noqa: F811
+    ranks, text, options, status, saved = STOPS[stop]
+    running = job(ranks, f"{text} --max_steps 1000000 --log_interval 1000000", "run", *options)
+    running.until(running.rows)
+    os.kill(running.ranks()[-1], signal.SIGTERM)
+    assert running.wait() == status
+    (step,) = re.findall(r"stopped after step (\d+)", running.printed())
+    assert [row["step"] for row in running.rows()] == [1, int(step)]
+    assert len(checkpoint.list_checkpoints(running.out)) == len(saved)
 
 
 def settings_of_the_optimizer(argv: list[str]) -> dict:
@@ -238,15 +205,15 @@ def evaluation(line: str) -> list[float]:
 
 
 def train_with_dropout(argv: list[str]) -> tuple[str, set]:
-    """Train a fork; return its output and (training mode, gradients enabled) of calls of MLPs."""
+    """Train with dropout; return the output and (training mode, gradients enabled) of MLPs."""
     modes = set()
-    compute = model.MLP.forward
 
-    def drop(mlp: model.MLP, x: torch.Tensor) -> torch.Tensor:
-        modes.add((mlp.training, torch.is_grad_enabled()))
-        return F.dropout(compute(mlp, x), 0.5, mlp.training)
+    def drop(module: torch.nn.Module, inputs: tuple, output: torch.Tensor):
+        if isinstance(module, model.MLP):
+            modes.add((module.training, torch.is_grad_enabled()))
+            return F.dropout(output, 0.5, module.training)
 
-    with mock.patch.object(model.MLP, "forward", drop):
+    with torch.nn.modules.module.register_module_forward_hook(drop):
         status, said, err = listen(argv)
     assert (status, err) == (0, "")
     return said, modes
@@ -282,28 +249,6 @@ def test_eval_only_accepts_another_checkpoint_and_other_data(run, pool, tokens, 
     (other / "meta.json").write_text(json.dumps(meta | {"val_bytes": 0}))
     ((_, newest, _),) = pool(1, listen, argv)
     assert "bits per byte not comparable (text is lost, or its size is unknown) (10 " in newest
-
-
-def test_a_dry_run_of_a_new_run_writes_nothing(on_ranks, tmp_path):
-    before = contents(tmp_path)
-    (status, said, err), _ = on_ranks(2, listen, "--strategy fsdp --max_steps 2 --dry_run")
-    assert (status, err) == (0, "")
-    for word in ("model ", "mesh    fsdp: dp_replicate 1 x dp_shard 2", "memory  estimate", "out "):
-        assert f"\n{word}" in f"\n{said}"
-    assert said.endswith("--dry_run: all is ready for the first step; nothing was written\n")
-    assert contents(tmp_path) == before
-
-
-def test_a_finished_run_is_left_unchanged(run, on_ranks, tmp_path):
-    run(1, "--max_steps 2")
-    before = contents(tmp_path)
-    ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 4 --dry_run")
-    assert status == 0 and "continuing from" in said
-    assert "changed: --max_steps 2 -> 4" in said and "--dry_run F" not in said
-    assert contents(tmp_path) == before
-    ((status, said, _),) = on_ranks(1, listen, "--strategy fsdp --max_steps 2")
-    assert status == 0 and said.startswith(f"{tmp_path}/run is finished, step 2 of 2: raise ")
-    assert said.endswith("        changed: --strategy single -> fsdp\n")
 
 
 @pytest.mark.slow

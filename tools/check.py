@@ -157,8 +157,16 @@ def shorten(planned: Run) -> dict:
 
 def links(ranks: Ranks, check: Check) -> None:
     """Time transfers between neighbours, on a host and across hosts, and report slow links."""
-    size, local_size = ranks.world.size, ranks.world.local_size
-    # Round -> pairs (sender, receiver). In a round a host is in one pair: more hosts add no rounds.
+    kinds = rounds_of_links(ranks.world.size, ranks.world.local_size)
+    for kind, rounds in kinds.items():
+        time_links(ranks, check, kind, rounds)
+
+
+def rounds_of_links(size: int, local_size: int) -> dict[str, list[list[tuple[int, int]]]]:
+    """Return kind of link -> rounds of pairs (sender, receiver).
+
+    In a round a host is in one pair: more hosts add no rounds.
+    """
     on_host, across = defaultdict(list), defaultdict(list)
     for rank in range(size):
         host, place = divmod(rank, local_size)
@@ -166,10 +174,12 @@ def links(ranks: Ranks, check: Check) -> None:
         peer = (rank + local_size) % size
         turn = 2 if peer < rank and host % 2 == 0 else host % 2  # 2: the last of an odd count
         across[place, turn].append((rank, peer))
+    kinds = {}
     if local_size > 1:
-        time_links(ranks, check, "on a host", [*on_host.values()])
+        kinds["on a host"] = [*on_host.values()]
     if local_size < size:
-        time_links(ranks, check, "across hosts", [*across.values()])
+        kinds["across hosts"] = [*across.values()]
+    return kinds
 
 
 def time_links(ranks: Ranks, check: Check, kind: str, rounds: list[list[tuple]]) -> None:

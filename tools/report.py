@@ -240,7 +240,7 @@ def start_rows(logs: list[Log]) -> list[list]:
                 if value != before.get(flag)
             ]
             place = [start.get(name) for name in ("step", "host", "device", "ranks")]
-            layout = [config["strategy"], config["dtype"], ", ".join(changes)]
+            layout = [config.get("strategy"), config.get("dtype"), ", ".join(changes)]
             rows.append([log.name, start["time"][:19].replace("T", " "), *place, *layout])
             before = config
     return rows

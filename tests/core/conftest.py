@@ -6,6 +6,7 @@ project, so they also pass in a folder that contains only the core.
 
 pool(n, function, ...)     calls a function on n ranks at once; importing torch is paid only once
 train(n, "FLAGS", name)    runs train.command on n ranks of the pool; returns what happened
+PoolJob(pool, argv)        starts a run on ranks of the pool, and returns at once
 job(n, "FLAGS", name)      starts train.py under torchrun, for signals and kills
 """
 
@@ -23,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,8 @@ import checkpoint  # noqa: E402
 import train as trainer  # noqa: E402
 
 torch.set_num_threads(1)
+
+KILLED = -signal.SIGKILL
 
 SMALL = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
@@ -98,11 +102,13 @@ def work(pipe) -> None:
 
 
 class Pool:
+    start_method = "forkserver"
+
     def __init__(self):
         self.workers = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload([__name__, "torch._dynamo"])  # both are slow to import
         # The fork server does not inherit sys.path.
         os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/extras"
@@ -143,11 +149,13 @@ class Pool:
         return results
 
 
+POOL = Pool()  # of this session, whichever folder's tests ask for it first
+
+
 @pytest.fixture(scope="session")
 def pool():
-    ranks = Pool()
-    yield ranks
-    ranks.stop()
+    yield POOL
+    POOL.stop()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,8 +237,7 @@ def train(pool, tokens, tmp_path):
 
     def call(ranks: int, text: str = "", name: str = "run", **options) -> Run:
         out = tmp_path / name
-        argv = [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
-        answers = pool(ranks, run_command, argv, **options)
+        answers = pool(ranks, run_command, arguments(tokens, out, text), **options)
         statuses = {status for status, _, _ in answers}
         assert len(statuses) == 1, f"ranks end with different statuses: {answers}"
         (status,) = statuses
@@ -240,7 +247,7 @@ def train(pool, tokens, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Jobs under torchrun
+# Jobs under torchrun, and runs of the pool in the background
 
 
 class Job:
@@ -301,13 +308,52 @@ def job(tokens, tmp_path):
     started = []
 
     def start(ranks: int, text: str = "", name: str = "run", *options: str) -> Job:
-        argv = [*SMALL.split(), "--data", str(tokens), "--out", str(tmp_path / name), *text.split()]
+        argv = arguments(tokens, tmp_path / name, text)
         started.append(Job(ranks, argv, tmp_path / f"{name}.job", *options))
         return started[-1]
 
     yield start
     for each in started:
         each.end()
+
+
+def arguments(tokens: Path, out: Path, text: str) -> list[str]:
+    """The arguments that the fixture `job` gives to train.py."""
+    return [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
+
+
+class PoolJob:
+    """A run on ranks of the pool, in the background, with methods of Job."""
+
+    def __init__(self, pool, argv: list[str], ranks: int = 2):
+        self.pool, self.out = pool, Path(argv[argv.index("--out") + 1])
+        self.answers = ThreadPoolExecutor(1).submit(pool, ranks, run_command, argv)
+
+    rows = Job.rows
+
+    def printed(self) -> str:
+        """What rank 0 printed, once the run has ended."""
+        return self.answers.result()[0][1]
+
+    def ranks(self) -> list[int]:
+        return [process.pid for process, _ in self.pool.workers[:2]]
+
+    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert not self.answers.done(), self.answers.result()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def wait(self) -> int:
+        """Wait until all ranks have ended, with the same status; return it."""
+        try:
+            answers = self.answers.result()
+        except AssertionError as error:
+            assert str(error).count("the process has ended") == 2, error
+            return KILLED
+        assert len({status for status, _, _ in answers}) == 1, answers
+        return answers[0][0]
 
 
 # --------------------------------------------------------------------------------------------------

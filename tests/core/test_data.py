@@ -16,6 +16,7 @@ import checkpoint
 import data
 
 from . import conftest
+from .conftest import PoolJob, arguments
 
 
 def test_nanogpt_folders_are_read_without_their_pickle(tmp_path):
@@ -202,20 +203,19 @@ CHANGES = {  # how train.bin changes, and what the run says
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_ends_after_a_save_if_its_data_changes(job, tokens, tmp_path, ranks, change):
+def test_a_run_ends_after_a_save_if_its_data_changes(pool, tokens, tmp_path, ranks, change):
     """With one line, and at most one log interval and two steps later."""
     make, words = CHANGES[change]
     folder = shutil.copytree(tokens, tmp_path / "mine")
-    strategy = "--strategy fsdp" if ranks > 1 else ""
-    text = f"{strategy} --max_steps 100000 --log_interval 5 --save_interval 0 --data {folder}"
-    running = job(ranks, text)
+    text = "--max_steps 100000 --log_interval 5 --save_interval 0"
+    argv = arguments(folder, tmp_path / "run", f"{text} {'--strategy fsdp' * (ranks > 1)}")
+    running = PoolJob(pool, argv, ranks)
     running.until(running.rows)
     make(folder / "train.bin")
     before = running.rows()[-1]["step"]
-    assert running.wait() == 1
-    said = running.printed()
-    line = re.search(f"train.py: error: {folder}/train.bin {words}; restore it", said)
-    assert "Traceback (most recent" not in said[: line.start()]
+    for status, _, error in running.answers.result():
+        assert status == 1
+        assert re.fullmatch(f"{folder}/train.bin {words}; restore it.*", error)
     last = running.rows()[-1]["step"]
     assert last <= before + 2 * 5 + 2 + 5  # this test may have read the log before its last row
     (path,) = checkpoint.list_checkpoints(running.out)
@@ -223,9 +223,10 @@ def test_a_run_ends_after_a_save_if_its_data_changes(job, tokens, tmp_path, rank
     assert checkpoint.verify(path) is None
 
 
-def test_a_run_whose_data_is_removed_finishes_with_its_sample(job, tokens, tmp_path):
+def test_a_run_whose_data_is_removed_finishes_with_its_sample(pool, tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "mine")
-    running = job(2, f"--strategy fsdp --max_steps 60 --sample_tokens 3 --data {folder}")
+    text = "--strategy fsdp --max_steps 60 --sample_tokens 3"
+    running = PoolJob(pool, arguments(folder, tmp_path / "run", text))
     running.until(running.rows)
     shutil.rmtree(folder)
     assert running.wait() == 0

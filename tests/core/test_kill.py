@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 
-from .conftest import SMALL, Job, Run, read_rows, run_command
+from .conftest import KILLED, Job, PoolJob, Run, arguments, read_rows, run_command
 
 STEPS = 13
 SAVE_INTERVAL = 5
@@ -33,45 +33,10 @@ RUN = (
 LONG_EVALUATIONS = f"{RUN} --eval_interval 1 --eval_sequences 100"  # longer than a step
 SAVE_EVERY_STEP = f"{RUN} --save_interval 1"
 TORCHRUN_FAILED = 1
-KILLED = -signal.SIGKILL
 
 
 # --------------------------------------------------------------------------------------------------
 # Runs to end
-
-
-class PoolJob:
-    """A run on ranks of the pool, in the background, with the methods of Job used here."""
-
-    def __init__(self, pool, argv: list[str], ranks: int = 2):
-        self.pool, self.out = pool, Path(argv[argv.index("--out") + 1])
-        self.answers = ThreadPoolExecutor(1).submit(pool, ranks, run_command, argv)
-
-    rows = Job.rows
-
-    def printed(self) -> str:
-        """What rank 0 printed, once the run has ended."""
-        return self.answers.result()[0][1]
-
-    def ranks(self) -> list[int]:
-        return [process.pid for process, _ in self.pool.workers[:2]]
-
-    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert not self.answers.done(), self.answers.result()
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    def wait(self) -> int:
-        """Wait until all ranks have ended, with the same status; return it."""
-        try:
-            answers = self.answers.result()
-        except AssertionError as error:
-            assert str(error).count("the process has ended") == 2, error
-            return KILLED
-        assert len({status for status, _, _ in answers}) == 1, answers
-        return answers[0][0]
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +58,6 @@ def start(pool, tokens, job, tmp_path) -> Iterator[Callable]:
 
     yield call
     wait([each.answers for each in started])  # a test that failed may have left one
-
-
-def arguments(tokens: Path, out: Path, text: str) -> list[str]:
-    """The arguments that the fixture `job` gives to train.py."""
-    return [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
 
 
 def finish(pool, tokens: Path, out: Path, text: str = RUN) -> Run:

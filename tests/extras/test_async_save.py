@@ -1,12 +1,16 @@
 """--async_save: checkpoints that are written while training continues are those of other saves."""
 
 import signal
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from core.conftest import full_tensors, job, pool, tokens, train  # noqa: F401
 
 import checkpoint
+import dist
+from extras.async_save import AsyncSaver
 
 ROWS = {
     "single": (1, "--strategy single"),
@@ -48,3 +52,45 @@ def test_a_stop_waits_for_the_save_and_continues_from_it(train, job):  # noqa: F
     continued = train(2, f"{flags} --max_steps {last + 2} --save_interval 1")
     assert continued.status == 0, continued.error
     assert continued.rows()[-1]["step"] == last + 2
+
+
+def save_twice(run: Path, size: int) -> tuple[list[float], bool]:
+    """Save ones and, at once, twos, while ranks gather numbers; return these, and success."""
+    world = dist.start("cpu")
+    saver = AsyncSaver(run, 0, 0, timedelta(seconds=20))
+    weight, gathered = torch.ones(size), []
+    for step in (1, 2):
+        weight.fill_(step)
+        saver.save({"weight": weight}, {"step": step})
+        for number in range(20):
+            found = [None] * world.size
+            torch.distributed.all_gather_object(found, number)
+            gathered += found
+    saver.wait()
+    return gathered, saver.failure is None
+
+
+def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alone(pool, tmp_path):  # noqa: F811
+    """Else step 1 would get weights of step 2, or a rank would gather what belongs to a save."""
+    for gathered, succeeded in pool(2, save_twice, tmp_path, 10_000_000):
+        assert succeeded
+        assert gathered == 2 * [number for number in range(20) for _ in range(2)]
+    for step in (1, 2):
+        weight = full_tensors(checkpoint.step_path(tmp_path, step))["weight"]
+        assert weight.eq(step).all()
+
+
+def save_where_a_file_is(run: Path) -> tuple[str, list[str]]:
+    dist.start("cpu")
+    saver = AsyncSaver(run, 0, 0, timedelta(seconds=20))
+    saver.save({"weight": torch.ones(3)}, {"step": 1})
+    saver.wait()
+    return saver.failure, [row["event"] for row in saver.take_rows()]
+
+
+def test_a_failed_save_is_reported_on_all_ranks(pool, tmp_path):  # noqa: F811
+    run = tmp_path / "a_file" / "run"
+    run.parent.write_text("in the way")
+    for failure, events in pool(2, save_where_a_file_is, run):
+        assert failure.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
+        assert events == ["checkpoint_failed"]
