@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import json
 import math
 import re
+import threading
+import time
 
 import torch
 from conftest import last_checkpoint, rows
@@ -53,9 +56,8 @@ class CountingSequences:
         pass
 
 
-def train_on_a_source(argv: list[str]) -> tuple[int, str]:
-    world = dist.start("cpu")
-    source = Counting()
+def train_on_a_source(argv: list[str], source: data.Source) -> tuple[int, str]:
+    world = dist.start(config.parse(argv).device)
     machine = dist.find_machine(world)
     run = config.resolve(config.parse(argv), machine, data.facts_of(source))
     start = open_start(run, Origin(config.parse(argv)), source, world)
@@ -69,7 +71,7 @@ def train_on_a_source(argv: list[str]) -> tuple[int, str]:
 
 def test_a_source_needs_only_what_its_protocol_says(on_ranks, tmp_path):
     text = f"--max_steps 30 --lr 1e-2 --sample_tokens 3 --seed 1 --out {tmp_path}/run"
-    (status, said), _ = on_ranks(2, train_on_a_source, text)
+    (status, said), _ = on_ranks(2, train_on_a_source, text, Counting())
     assert status == 0 and "data    counting 240 times" in said
     assert re.search(r"^0-1-2-3(-\d+){3}$", said, re.M)  # the sample
     assert "bits per byte not comparable" in said
@@ -77,3 +79,31 @@ def test_a_source_needs_only_what_its_protocol_says(on_ranks, tmp_path):
     assert losses[-1] < losses[0] / 2
     manifest = checkpoint.read_manifest(last_checkpoint(tmp_path / "run"))
     assert (manifest["data"], manifest["tokenizer"]) == ("counting", None)
+
+
+class Slow(Counting):
+    """Reads one batch after another, in 0.1 s each, which is longer than a step."""
+
+    def open(self, split, seq_len, seed):
+        return SlowSequences(seq_len)
+
+
+class SlowSequences(CountingSequences):
+    lock = threading.Lock()
+
+    def __getitem__(self, indices):
+        with self.lock:
+            time.sleep(0.1)
+        return super().__getitem__(indices)
+
+
+def test_waiting_for_data_is_logged_and_profiled(on_ranks, tmp_path):
+    """Two micro-batches a step; four are read ahead."""
+    text = "--strategy single --max_steps 8 --micro_batch_size 4 --profile 5:7"
+    ((status, _),) = on_ranks(1, train_on_a_source, text, Slow())
+    assert status == 0
+    waits = [row["data_wait"] for row in rows(tmp_path / "run")]
+    assert min(waits[3:7]) > 0.15  # step 8, in which operations are counted, takes longer
+    figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
+    assert figures["data_wait"] * figures["step_time"] > 0.15
+    assert figures["busy"] < 0.5

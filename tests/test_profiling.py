@@ -1,51 +1,47 @@
 """--profile: a trace for each rank, and correct figures."""
 
+import contextlib
+import io
 import json
 import os
-import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import documented_fields, listen, rows
+from conftest import documented_fields
+from test_data_source import Counting, train_on_a_source
 from torch.autograd.profiler_util import FunctionEvent
 
-import checkpoint
-import data
 import dist
-import optim
 from extras import profile as profiling
 
 
-def profiled(argv: list[str]) -> tuple[int, str, str]:
-    """Run train.py; batches take 0.1 s, and from step 4 on, steps have a host sync and a sleep."""
-    step, read_ahead = optim.Optimizer.step, data.read_ahead
+def profiled(argv: list[str]) -> tuple[int, str]:
+    """Train. From step 4 on, steps have a host sync, and rank 1 sleeps in two."""
+    steps = []
 
-    def ask(self, number, lr, measure=False):
-        if number > 3:
+    def ask(module: torch.nn.Module, inputs: tuple) -> None:
+        if not isinstance(module, torch.nn.Embedding) or inputs[0].is_meta:
+            return
+        if not torch.is_grad_enabled():
+            return
+        steps.append(module)
+        if len(steps) > 3:
             torch.ones(()).item()  # here
-        if int(os.environ["RANK"]) == 1 and 3 < number <= 5:
-            threading.Event().wait(0.7)  # time.sleep is patched here
-        return step(self, number, lr, measure)
+        if int(os.environ["RANK"]) == 1 and 3 < len(steps) <= 5:
+            time.sleep(0.7)
 
-    def wait(*arguments, **options):
-        for batch in read_ahead(*arguments, **options):
-            threading.Event().wait(0.1)
-            yield batch
-
-    with (
-        mock.patch.object(optim.Optimizer, "step", ask),
-        mock.patch.object(data, "read_ahead", wait),
-    ):
-        return listen(argv)
+    with torch.nn.modules.module.register_module_forward_pre_hook(ask):
+        return train_on_a_source(argv, Counting())
 
 
 def test_a_profile_window_is_traced_on_every_rank(on_ranks, tmp_path):
     text = "--strategy fsdp --max_steps 6 --profile 3:5"
-    ((status, out, _), (_, quiet, _)) = on_ranks(2, profiled, text)
-    assert (status, quiet) == (0, "")
+    (status, out), _ = on_ranks(2, profiled, text)
+    assert status == 0
     source = Path(__file__).read_text().splitlines()
     (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
     for rank in range(2):
@@ -65,12 +61,10 @@ def test_a_profile_window_is_traced_on_every_rank(on_ranks, tmp_path):
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) < 1.1  # the rest went to other processes
         assert figures["host_syncs"] == {f"test_profiling.py:{line}": 1}
-        assert figures["data_wait"] * figures["step_time"] > 0.09
         waits, sleeps = figures["waited"]
         assert waits > max(0.4, sleeps)  # rank 1 waits as well on a busy machine
         exposed = figures["exposed_communication"] * figures["step_time"]
         assert exposed == pytest.approx([waits, sleeps][rank])
-    assert min(row["data_wait"] for row in rows(tmp_path / "run")) > 0.09
     assert "profile steps 4 to 5, " in out and "4 x all_gather over dp_shard" in out
     assert "host syncs: 1 x test_profiling.py:" in out
     assert "slowest is rank 1: it waited " in out
@@ -91,49 +85,33 @@ def test_an_operation_without_a_process_group_has_no_group_name():
     assert profiling.group_name(([torch.ones(2)], -1)) is None
 
 
-def switches(argv: list[str]) -> tuple[int, list]:
-    """Run train.py; return (status, what is in flight when the profiler starts and stops)."""
-    works, saves, found = [], [], []
-    all_reduce, write = torch.distributed.all_reduce, checkpoint.Saver.write
+class Work:
+    """A collective in flight, or a save."""
 
-    def late(*args, **options):
-        if not options.get("async_op"):
-            return all_reduce(*args, **options)
-        threading.Event().wait(0.1 * torch.distributed.get_rank())  # longer than a step
-        works.append(all_reduce(*args, **options))
-        return works[-1]
+    def __init__(self, waited: list):
+        self.waited = waited
 
-    def slow(saver, *save):
-        saves.append("a save")
-        threading.Event().wait(0.2)
-        write(saver, *save)
-        saves.pop()
-
-    def in_flight() -> list[str]:
-        return [str(work) for work in works if not work.is_completed()] + saves
-
-    class Switch(torch.profiler.profile):
-        def start(self):
-            found.append(in_flight())
-            super().start()
-
-        def stop(self):
-            found.append(in_flight())
-            super().stop()
-
-    with (
-        mock.patch("torch.distributed.all_reduce", late),
-        mock.patch.object(checkpoint.Saver, "write", slow),
-        mock.patch.object(profiling, "profile", Switch),
-    ):
-        status, *_ = listen(argv)
-    return status, found
+    def wait(self) -> None:
+        self.waited.append(torch.autograd.profiler._is_profiler_enabled)
 
 
-def test_the_profiler_starts_and_stops_with_nothing_in_flight(on_ranks, tmp_path):
-    text = "--max_steps 6 --profile 2:3 --strategy ddp --async_save --save_interval 2"
-    assert on_ranks(2, switches, f"{text} --log_interval 10") == [(0, [[], []])] * 2
-    assert len(list(tmp_path.glob("run/profile/*"))) == 4
+def profile_with_work_in_flight(folder: Path) -> list[bool]:
+    """Return whether torch's profiler ran at each wait for what is in flight."""
+    mesh = dist.make_mesh(dist.start("cpu"), (1, 1, 1))
+    waited = []
+    work = [Work(waited)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        profiler = profiling.Profiler((2, 3), folder, mesh, print, work, lambda: 0.0)
+        for step in range(1, 6):
+            with profiler.step(step):
+                pass
+    return waited
+
+
+def test_the_profiler_starts_and_stops_with_nothing_in_flight(pool, tmp_path):
+    """It waits before it starts, while it does not run yet, and before it stops."""
+    assert pool(1, profile_with_work_in_flight, tmp_path / "profile") == [[False, True]]
+    assert len(list(tmp_path.glob("profile/*"))) == 2
 
 
 def test_a_run_continued_inside_the_window_is_not_profiled(run):
@@ -209,7 +187,7 @@ def test_a_blocking_copy_between_devices_is_a_host_sync():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_profile_of_a_gpu_has_plausible_figures(on_ranks, tmp_path):
-    ((status, _, _),) = on_ranks(1, profiled, "--max_steps 8 --profile 3:6 --device cuda")
+    ((status, _),) = on_ranks(1, profiled, "--max_steps 8 --profile 3:6 --device cuda")
     figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
     assert status == 0 and 0 < figures["busy"] <= 1
     assert any("test_profiling.py" in place for place in figures["host_syncs"])
