@@ -1,21 +1,20 @@
 """Hugging Face folders: export and import keep the logits, the tokens and the weights."""
 
-import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, last_checkpoint, tensors
+from conftest import call_train, copy_with, last_checkpoint, tensors
 from test_tokenizer import make_json, small_gpt2
 
 import checkpoint
 import prepare
 import sample
-import start
 from errors import UsageError
-from model import ModelConfig
 from text import tokenizer
 from tools import hf
 
@@ -108,22 +107,21 @@ def test_an_exported_model_is_imported_bit_for_bit(safetensors, trained, tmp_pat
 
 
 @pytest.mark.hf
-def test_a_field_of_a_fork_is_exported_only_at_its_default(
-    safetensors, trained, monkeypatch, tmp_path, capsys
-):
-    fields = [("window", int, 0)]
-    fork = dataclasses.make_dataclass("Fork", fields, bases=(ModelConfig,), frozen=True)
-    for module in (start, hf):
-        monkeypatch.setattr(module, "ModelConfig", fork)
-    convert("export", trained, tmp_path / "exported")
+def test_a_field_of_a_fork_is_exported_only_at_its_default(safetensors, trained, tmp_path):
+    line = "    tied: bool = True"
+    fork = copy_with(tmp_path / "fork", ("model.py", line, f"{line}\n    window: int = 0"))
+
+    def export(name: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "tools.hf", "export", trained, tmp_path / name]
+        answer = subprocess.run(command, cwd=fork, capture_output=True, text=True)
+        return answer.returncode, answer.stderr
+
+    assert export("exported") == (0, "")
     manifest = checkpoint.read_manifest(trained)
     manifest["model"]["window"] = 4
     (trained / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
-    capsys.readouterr()
-    assert hf.main(["export", str(trained), str(tmp_path / "new")]) == 2
     line = "tools.hf: error: a LlamaForCausalLM cannot have the model's window 4\n"
-    assert capsys.readouterr().err == line
-    assert not (tmp_path / "new").exists()
+    assert export("new") == (2, line)
 
 
 # --------------------------------------------------------------------------------------------------

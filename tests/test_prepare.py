@@ -92,7 +92,7 @@ MERGES = [b"th", b" th", b"the", b" the", b"  ", b"\n\n", b"12", b"\xc3\xa9", b"
 def write_ugly_corpus(folder: Path) -> list[str]:
     """Write files of every kind, in sorted order; return the documents in them."""
     folder.mkdir()
-    rows = ["the <|endoftext|> of a row", "\ud83d half a pair", "x " * 3000, "é " * 3000]
+    rows = ["the <|endoftext|> of a row", "\ud83d half a pair", "x " * 300_000, "é " * 200_000]
     rows += [" \n", None]
     lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
     files = {
@@ -104,7 +104,7 @@ def write_ugly_corpus(folder: Path) -> list[str]:
         "4 two<|endoftext|>": b"one 12<|endoftext|>\r\n  two\n\n",
         "5 lines.jsonl": lines.encode(),
         "6 packed.jsonl.gz": gzip.compress(b'{"text": "packed the"}\n{"text": "cut'),
-        "7 long": b"the 12\n" * 1000,
+        "7 long": b"the 12\n" * 100_000,
     }
     for name, contents in files.items():
         (folder / name).write_bytes(contents)
@@ -118,8 +118,6 @@ def write_ugly_corpus(folder: Path) -> list[str]:
 
 
 def test_a_messy_corpus_gets_the_tokens_of_tiktoken(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "BATCH", 1000)
     documents = write_ugly_corpus(tmp_path / "text")
     encoding = small_gpt2(monkeypatch, MERGES)
     for num_threads, out in ((1, "tokens"), (4, "again")):

@@ -157,18 +157,23 @@ def test_linked_folders_are_read_once(tmp_path):
 
 
 @pytest.mark.parametrize("separator", ["\n", " "])
-def test_long_documents_are_read_in_chunks(tmp_path, monkeypatch, separator):
+@pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])
+def test_long_documents_are_read_in_chunks(separator, size):
     """Chunks of any size may cut separators, and characters of several bytes."""
     text = separator.join(
         random.Random(0).choices(["ab", "é✓", "<|endoftext|>", "<|end", "x" * 40], k=400)
     )
-    (tmp_path / "a").write_text(text)
-    (tmp_path / "b.jsonl").write_bytes(json_lines([text]))
-    for size in (1, 7, 64, 1 << 20):
-        monkeypatch.setattr(sources, "CHUNK", size)
-        corpus = find_files([str(tmp_path)], takes_binary=False)
-        assert join(corpus.read()) == [*text.split("<|endoftext|>"), text]
-        assert max(len(chunk.text) for chunk in corpus.read()) <= 2 * size + len("<|endoftext|>")
+    for by, documents in ((sources.SEPARATOR, text.split(sources.SEPARATOR)), ("", [text])):
+        assert join(sources.cut(io.StringIO(text), by, size)) == documents
+        chunks = [chunk.text for chunk in sources.cut(io.StringIO(text), by, size)]
+        assert max(map(len, chunks)) <= 2 * size + len(sources.SEPARATOR)
+
+
+def test_a_long_row_is_read_in_chunks(tmp_path):
+    row = "ab é " * 100_000
+    (tmp_path / "b.jsonl").write_bytes(json_lines([row, "short"]))
+    chunks = list(find_files([str(tmp_path)], takes_binary=False).read())
+    assert len(chunks) > 2 and join(iter(chunks)) == [row, "short"]
 
 
 def test_the_position_counts_the_bytes_of_all_files_so_far(tmp_path):

@@ -351,16 +351,16 @@ def read_file(corpus: Corpus, path: Path, file: BinaryIO) -> Iterator[Chunk]:
         yield Chunk(text, ends_document)
 
 
-def cut(file: TextIO, separator: str = "") -> Iterator[Chunk]:
-    """Yield text in chunks. The separator, if any, ends a document."""
+def cut(file: TextIO, separator: str = "", size: int = CHUNK) -> Iterator[Chunk]:
+    """Yield text in chunks, read `size` characters at a time. A separator ends a document."""
     rest = ""
-    while text := file.read(CHUNK):
+    while text := file.read(size):
         rest += text
         if separator:
             *documents, rest = rest.split(separator)
             for document in documents:
                 yield Chunk(document, ends_document=True)
-        if len(rest) >= CHUNK:
+        if len(rest) >= size:
             # Cut at the end of a word, or else at the end of a line. If there is neither, keep back
             # enough characters that a separator is never cut in two.
             word = LAST_WORD_END.match(rest)
