@@ -19,7 +19,6 @@ from conftest import (
     exit_statuses,
     flags,
     fork_ranks,
-    newest_step,
     rows,
     torchrun,
     wait_until,
@@ -71,33 +70,6 @@ def kill(out: Path, argv: list[str], rng: random.Random) -> None:
 def assert_same_run(whole: Path, out: Path) -> None:
     assert_same(whole, out)
     assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]
-
-
-def train_as_torchruns(argv: list[str]) -> int:
-    """Run train.py in a new process group, which gets the signals, as under torchrun."""
-    os.setpgrp()
-    return call_train(argv)
-
-
-def test_a_stopped_and_killed_run_ends_with_the_same_weights(run, whole, tokens, tmp_path):
-    out = tmp_path / "out"
-    argv = flags(f"--data {tokens} --out {out} {SHORT} --async_save")
-    # With --save_interval 0, only the signal can cause a checkpoint.
-    ranks = fork_ranks(2, train_as_torchruns, [*argv, "--save_interval", "0"])
-    wait_until(lambda: logged_steps(out) > 0, 60)
-    for process in ranks:
-        os.killpg(process.pid, signal.SIGTERM)
-    assert exit_statuses(ranks) == [os.EX_TEMPFAIL] * 2
-    stopped = newest_step(out)
-    assert 0 < stopped < STEPS
-    ranks = fork_ranks(2, call_train, argv)
-    wait_until(lambda: newest_step(out) > stopped, 60)
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert checkpoint.verify(checkpoint.list_checkpoints(out)[-1]) is None
-    run(2, SHORT, "out")
-    assert_same_run(whole, out)
 
 
 @pytest.mark.chaos

@@ -82,7 +82,7 @@ def test_a_source_needs_only_what_its_protocol_says(on_ranks, tmp_path):
 
 
 class Slow(Counting):
-    """Reads one batch after another, in 0.1 s each, which is longer than a step."""
+    """Reads one batch after another, in 0.25 s each, which is longer than a step."""
 
     def open(self, split, seq_len, seed):
         return SlowSequences(seq_len)
@@ -93,17 +93,17 @@ class SlowSequences(CountingSequences):
 
     def __getitem__(self, indices):
         with self.lock:
-            time.sleep(0.1)
+            time.sleep(0.25)
         return super().__getitem__(indices)
 
 
 def test_waiting_for_data_is_logged_and_profiled(on_ranks, tmp_path):
     """Two micro-batches a step; four are read ahead."""
-    text = "--strategy single --max_steps 8 --micro_batch_size 4 --profile 5:7"
+    text = "--strategy single --max_steps 5 --micro_batch_size 4 --profile 2:4"
     ((status, _),) = on_ranks(1, train_on_a_source, text, Slow())
     assert status == 0
     waits = [row["data_wait"] for row in rows(tmp_path / "run")]
-    assert min(waits[3:7]) > 0.15  # step 8, in which operations are counted, takes longer
+    assert min(waits[:4]) > 0.15  # step 5, in which operations are counted, takes longer
     figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
     assert figures["data_wait"] * figures["step_time"] > 0.15
     assert figures["busy"] < 0.5

@@ -224,7 +224,7 @@ def losses_around_a_replacement(argv: list[str]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "fsdp --reshard_after_forward false"])
+@pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp --reshard_after_forward false"])
 def test_replaced_weights_leave_no_trace(on_ranks, mesh):
     ranks = 1 if mesh == "single" else 2
     text = f"--max_steps 3 --micro_batch_size 4 --dtype float32 --strategy {mesh}"

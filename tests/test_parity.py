@@ -12,7 +12,6 @@ UNTIED = "--model tinyllama-1.1b"  # a size with an untied head; the tests overr
 
 # ranks, flags of the mesh, flags of both runs, tolerance
 ROWS = {
-    "tp, loss chunks": (2, "--strategy single --tp 2 --loss_chunks 2", "", 1e-5),
     "tp, loss chunks, recomputed": (
         4,
         f"{FSDP_TP} --loss_chunks 3 --activation_checkpointing selective --wrap block_group:2",
@@ -33,7 +32,12 @@ def assert_close(one, other, relative: float, steps: int) -> None:
             assert found[name] == pytest.approx(expected[name], rel=relative)
 
 
-@pytest.mark.parametrize("row", ROWS)
+LONG = {"tp, loss chunks, bfloat16", "tp, muon"}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in LONG)) for row in ROWS]
+)
 def test_extras_together_give_the_numbers_of_one_rank(train, row):  # noqa: F811
     ranks, mesh, flags, relative = ROWS[row]
     one = train(1, f"--strategy single --loss_chunks 1 {flags}", "one")

@@ -26,6 +26,7 @@ from conftest import (
     tensors,
     torchrun,
 )
+from core import conftest as core
 
 import checkpoint
 import model
@@ -118,23 +119,29 @@ def test_a_tokenizer_file_that_has_changed_is_refused(on_ranks, tokens, tmp_path
     assert on_ranks(1, listen, f"{text} 2 --allow_changes")[0][0] == 0
 
 
-# --checkpoint none: nothing to continue from. torchrun would restart ranks that end with an error.
-STOPS = {
-    "without checkpoints": (1, "--checkpoint none", (), os.EX_TEMPFAIL, []),
-    "torchrun may restart": (2, "--strategy fsdp", ("--max-restarts", "3"), 0, ["saved"]),
+def run_that_may_restart(argv: list[str]) -> tuple[int, str, str]:
+    """Run train.py as under torchrun --max-restarts 3, which would restart it after an error."""
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
+    return core.run_command(argv)
+
+
+STOPS = {  # flags, how it runs, status, number of checkpoints
+    "without checkpoints": ("--checkpoint none", core.run_command, os.EX_TEMPFAIL, 0),
+    "torchrun may restart": ("--strategy fsdp", run_that_may_restart, 0, 1),
 }
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_stopped_run_ends_with_the_status_that_its_launcher_needs(job, stop):  # noqa: F811
-    ranks, text, options, status, saved = STOPS[stop]
-    running = job(ranks, f"{text} --max_steps 1000000 --log_interval 1000000", "run", *options)
+def test_a_stopped_run_ends_with_the_status_that_its_launcher_needs(pool, tokens, tmp_path, stop):
+    text, run, status, saved = STOPS[stop]
+    text += " --max_steps 1000000 --log_interval 1000000"
+    running = core.PoolJob(pool, core.arguments(tokens, tmp_path / "run", text), 1, run)
     running.until(running.rows)
-    os.kill(running.ranks()[-1], signal.SIGTERM)
+    os.kill(running.ranks()[0], signal.SIGTERM)
     assert running.wait() == status
     (step,) = re.findall(r"stopped after step (\d+)", running.printed())
     assert [row["step"] for row in running.rows()] == [1, int(step)]
-    assert len(checkpoint.list_checkpoints(running.out)) == len(saved)
+    assert len(checkpoint.list_checkpoints(running.out)) == saved
 
 
 def settings_of_the_optimizer(argv: list[str]) -> dict:

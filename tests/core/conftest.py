@@ -325,9 +325,9 @@ def arguments(tokens: Path, out: Path, text: str) -> list[str]:
 class PoolJob:
     """A run on ranks of the pool, in the background, with methods of Job."""
 
-    def __init__(self, pool, argv: list[str], ranks: int = 2):
+    def __init__(self, pool, argv: list[str], ranks: int = 2, run: Callable = run_command):
         self.pool, self.out = pool, Path(argv[argv.index("--out") + 1])
-        self.answers = ThreadPoolExecutor(1).submit(pool, ranks, run_command, argv)
+        self.answers = ThreadPoolExecutor(1).submit(pool, ranks, run, argv)
 
     rows = Job.rows
 

@@ -237,7 +237,14 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("kill, launcher, status, flags, again", KILLS.values(), ids=KILLS)
+# In the default suite, STOPS has a row of torchrun's.
+ROWS = [
+    pytest.param(*row, id=name, marks=[pytest.mark.slow] * ("torchrun" in name))
+    for name, row in KILLS.items()
+]
+
+
+@pytest.mark.parametrize("kill, launcher, status, flags, again", ROWS)
 def test_a_killed_run_continues_from_its_last_checkpoint(
     start, whole, pool, tokens, kill, launcher, status, flags, again
 ):

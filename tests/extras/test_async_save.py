@@ -1,12 +1,13 @@
 """--async_save: checkpoints that are written while training continues are those of other saves."""
 
+import os
 import signal
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from core.conftest import full_tensors, job, pool, tokens, train  # noqa: F401
+from core.conftest import PoolJob, arguments, full_tensors, pool, tokens, train  # noqa: F401
 
 import checkpoint
 import dist
@@ -39,17 +40,18 @@ def test_an_asynchronous_save_writes_the_tensors_of_its_step(train, row):  # noq
     assert all(row["blocking_seconds"] <= row["seconds"] for row in rows)
 
 
-def test_a_stop_waits_for_the_save_and_continues_from_it(train, job):  # noqa: F811
-    flags = "--strategy fsdp --async_save --max_steps 400"
-    running = job(2, f"{flags} --save_interval 1")
+def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tmp_path):  # noqa: F811
+    flags = "--strategy fsdp --async_save --save_interval 1"
+    text = f"{flags} --max_steps 1000000"
+    running = PoolJob(pool, arguments(tokens, tmp_path / "run", text))
     running.until(lambda: len(running.rows()) > 3)
-    running.process.send_signal(signal.SIGTERM)
-    running.wait()
-    (last,) = [row["step"] for row in running.rows()][-1:]
+    os.kill(running.ranks()[1], signal.SIGTERM)
+    assert running.wait() == os.EX_TEMPFAIL
+    last = running.rows()[-1]["step"]
     newest = checkpoint.list_checkpoints(running.out)[-1]
     assert checkpoint.step_of(newest) == last
     assert checkpoint.verify(newest) is None
-    continued = train(2, f"{flags} --max_steps {last + 2} --save_interval 1")
+    continued = train(2, f"{flags} --max_steps {last + 2}")
     assert continued.status == 0, continued.error
     assert continued.rows()[-1]["step"] == last + 2
 

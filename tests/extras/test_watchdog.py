@@ -189,7 +189,8 @@ def lose_one_of_twelve(port: int, folder: Path, ending: str) -> int:
     return 1
 
 
-@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["hang", "fail"])
 def test_few_ranks_investigate_even_if_one_of_them_dies(ending, tmp_path):
     port = free_port()
     ranks = fork_ranks(12, lose_one_of_twelve, port, tmp_path, ending)
