@@ -453,6 +453,14 @@ def test_predicted_goodput_matches_a_simulation(save, restart):
     assert shares[1] > max(shares[0], shares[2])  # the middle interval is the best one
 
 
+def test_a_restart_costs_the_seconds_from_the_last_row_to_the_next():
+    """The first start has no row before it. The second run was lost 3 s before the next start."""
+    starts = [{"at": 0.0, "last_at": None}, {"at": 13.0, "last_at": 10.0}]
+    starts.append({"at": 30.0, "last_at": 20.0})
+    rows = [{"at": at} for at in (5.0, 10.0, 15.0, 20.0, 31.0, 40.0)]
+    assert plan.restarts(rows, starts) == [5.0, 11.0]
+
+
 def test_a_plan_of_a_run_shows_what_was_measured(run, pool):
     run(1, "--max_steps 5 --save_interval 5")
     out = run(2, "--max_steps 8 --strategy ddp")

@@ -262,6 +262,13 @@ def test_p_values_are_corrected_for_several_comparisons():
     assert compare.verdict(first, other, comparisons=2) == word
 
 
+def test_losses_are_paired_by_their_seeds_in_any_order():
+    first, other = {0: 1.0, 1: 5.0, 2: 9.0}, {2: 9.5, 0: 1.6, 1: 5.4}
+    assert compare.verdict(first, other, 1) == compare.verdict(
+        first, dict(sorted(other.items())), 1
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # bench
 

@@ -56,27 +56,27 @@ def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tm
     assert continued.rows()[-1]["step"] == last + 2
 
 
-def save_twice(run: Path, size: int) -> tuple[list[float], bool]:
-    """Save ones and, at once, twos, while ranks gather numbers; return these, and success."""
+def save_twice(run: Path, size: int) -> tuple[list[int], bool]:
+    """Save ones and, at once, twos; then ranks gather numbers. Return these, and success."""
     world = dist.start("cpu")
     saver = AsyncSaver(run, 0, 0, timedelta(seconds=20))
     weight, gathered = torch.ones(size), []
     for step in (1, 2):
-        weight.fill_(step)
         saver.save({"weight": weight}, {"step": step})
-        for number in range(20):
-            found = [None] * world.size
-            torch.distributed.all_gather_object(found, number)
-            gathered += found
+        weight.fill_(step + 1)  # while the files of this step are written
+    for number in range(20):
+        found = [None] * world.size
+        torch.distributed.all_gather_object(found, number)
+        gathered += found
     saver.wait()
     return gathered, saver.failure is None
 
 
 def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alone(pool, tmp_path):  # noqa: F811
     """Else step 1 would get weights of step 2, or a rank would gather what belongs to a save."""
-    for gathered, succeeded in pool(2, save_twice, tmp_path, 10_000_000):
+    for gathered, succeeded in pool(2, save_twice, tmp_path, 20_000_000):
         assert succeeded
-        assert gathered == 2 * [number for number in range(20) for _ in range(2)]
+        assert gathered == [number for number in range(20) for _ in range(2)]
     for step in (1, 2):
         weight = full_tensors(checkpoint.step_path(tmp_path, step))["weight"]
         assert weight.eq(step).all()
