@@ -209,7 +209,7 @@ def sample_at_the_end(argv: list[str], folder: Path, failure: str) -> int:
 
     def play(module: torch.nn.Module, inputs: tuple) -> None:
         is_drawing = isinstance(module, model.Transformer) and len(inputs) == 1
-        if not is_drawing or torch.is_grad_enabled():
+        if not is_drawing or torch.is_grad_enabled() or inputs[0].is_meta:
             return
         drawn.append(rank)
         if len(drawn) == 3 and rank == 1 and failure == "dies":
@@ -230,7 +230,7 @@ SAID = {
     "slow": "-+ sample -+\n(?!no text)(.|\n)*",
     "raises": "no text: planted; run python sample.py --run .*/run instead\n",
     "dies": ".*: error: rank 1 stopped or died, .*; rank 0 is after step 1, sampling\n",
-    "hangs": ".*: error: rank 1 did not arrive within 10 s: still after step 1, sampling; .*\n",
+    "hangs": ".*: error: no rank made progress for 3 s: all are after step 1, sampling\n",
 }
 
 
@@ -241,7 +241,7 @@ LONG = [pytest.param(failure, marks=pytest.mark.slow) for failure in ("slow", "h
 def test_a_failed_sample_does_not_fail_a_finished_run(tokens, tmp_path, failure):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 1 --sample_tokens 8"
     # Sampling is slow work, for which the watchdog waits ten times as long.
-    argv = flags(f"{text} --watchdog --timeout {1 if failure == 'hangs' else 4}")
+    argv = flags(f"{text} --watchdog --timeout {3 if failure == 'hangs' else 4}")
     ranks = fork_ranks(2, sample_at_the_end, argv, tmp_path, failure)
     assert exit_statuses(ranks) == [0, -9 if failure == "dies" else 0]
     said = [(tmp_path / f"printed {rank}").read_text(errors="replace") for rank in range(2)]
