@@ -212,10 +212,12 @@ def speeds_of_steps(printed: list[str], args: Namespace) -> list[float]:
     return [1e3 * tokens / float(time) for time in times]
 
 
-def run_script(args: Namespace, out: Path, mode: str, script: list[str]) -> list[str]:
+def run_script(
+    args: Namespace, out: Path, mode: str, script: list[str], cwd: Path | None = None
+) -> list[str]:
     """Run a script of a row, with products.py around it; return what each process printed."""
     if "ddp" not in mode and "fsdp" not in mode:
-        return run_all([[sys.executable, PRODUCTS, *script]], out)
+        return run_all([[sys.executable, PRODUCTS, *script]], out, cwd=cwd)
     # torchrun gives each rank one thread, and leaves folders in TMPDIR
     return run_all(torchrun([], args.nproc, [PRODUCTS, *script]), out, TMPDIR=str(out.parent))
 
@@ -231,8 +233,8 @@ def run_nanogpt(args: Namespace, out: Path, mode: str) -> tuple[list[float], lis
         "--eval_interval=1000000000 --eval_iters=1 --log_interval=1 --device={device} "
         "--compile={compile} --dataset={dataset} --out_dir={out}"
     ).format(**vars(args) | values)
-    script = [sys.executable, PRODUCTS, "train.py", "config/train_shakespeare_char.py"]
-    printed = run_all([[*script, *flags.split()]], out, cwd=args.path)
+    script = ["train.py", "config/train_shakespeare_char.py", *flags.split()]
+    printed = run_script(args, out, mode, script, cwd=args.path)
     return speeds_of_steps(printed, args), printed
 
 
