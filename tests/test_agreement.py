@@ -137,7 +137,7 @@ def test_a_rank_with_other_flags_is_named(pool):
     assert pool(2, compare_flags, [same, same]) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="two checkouts in one job")
 def test_a_rank_with_other_code_is_named(tokens, tmp_path):
     """As if a host had an older checkout."""
     older = tmp_path / "older"

@@ -223,7 +223,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the command finds a fault in the code, from start to end")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_reported(tokens, tmp_path, fault):
     ranks, text, changes, expected = FAULTS[fault]
@@ -237,7 +237,7 @@ def test_a_planted_fault_is_reported(tokens, tmp_path, fault):
         assert any(line.startswith(begin) and line.endswith(end) for line in problems), problems
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a model with random layers is no false alarm")
 def test_a_fork_with_dropout_passes(tokens, tmp_path):
     """tools.check turns dropout off: it would differ from mesh to mesh."""
     dropped = f"return F.dropout({MLP.removeprefix('return ')}, 0.5, self.training)"
@@ -402,7 +402,7 @@ def test_a_link_is_slow_beside_the_faster_quarter(seconds, slow):
     assert check.slow_links(dict(enumerate(seconds))) == slow
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="four ranks and the default tolerances")
 def test_the_check_passes_under_torchrun(tokens, tmp_path):
     file = tmp_path / "check.json"
     paths = f"--data {tokens} --out {tmp_path}/work --json {file}"

@@ -141,7 +141,7 @@ def test_a_signal_leaves_nothing_behind(number, is_impatient, project):
     assert not is_running(int(started.read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="git's commits, trained twice")
 def test_real_commits_are_compared(tokens, tmp_path):
     code = tmp_path / "code"
     unwanted = shutil.ignore_patterns(".git", "runs", "tokens", "tests", "docs", "__pycache__")

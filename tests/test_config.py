@@ -74,7 +74,7 @@ def test_an_empty_path_is_refused(flag):
         parse([flag, ""])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a fork of the core without extras")
 def test_a_field_of_the_model_gets_a_flag_with_one_line(tmp_path):
     """The new flag overrides the field of each named size, unless it is not given."""
     for path in ROOT.glob("*.py"):

@@ -122,7 +122,7 @@ def gpus(tmp_path_factory):
     ranks.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="what only a CUDA device's code paths do")
 @pytest.mark.parametrize("text, ranks, accum", CASES)
 def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, accum):
     """Kernels accept their operands, and a run that saves continues from its checkpoint."""
@@ -172,7 +172,7 @@ def attention_shapes(config: ModelConfig, prompt: int, n: int, tp: int) -> set[t
     return shapes
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the shapes that a GPU's attention gets")
 @pytest.mark.parametrize(
     "seq_len, tp, lengths",
     [
@@ -200,7 +200,7 @@ def nccl_variables(before: dict[str, str]) -> dict[str, str]:
 DUMP, RESTARTS = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCHELASTIC_MAX_RESTARTS"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the environment that NCCL gets")
 @pytest.mark.parametrize(
     "before, after",
     [
@@ -224,7 +224,7 @@ def order_on_gpus() -> list[str]:
         return order_of_forward("cuda")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="FSDP's prefetch on a device")
 def test_a_gpu_holds_the_weights_of_one_unit_in_forward(gpus):
     """The host runs ahead, so the GPU gathers the next unit while it computes."""
     assert gpus(2, order_on_gpus) == [3 * ["gather", "multiply"]] * 2
@@ -239,7 +239,7 @@ def backend_on_gpus(device: str, backend: str | None) -> tuple[str, str]:
     return f"{mesh.device_type} {world.device}", torch.distributed.get_backend_config()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="more ranks than devices")
 def test_ranks_can_share_a_gpu_through_gloo(gpus):
     shared = gpus(4, backend_on_gpus, "cuda:0", "gloo")
     assert shared == [("cuda cuda:0", "cpu:gloo,cuda:gloo")] * 4
@@ -252,7 +252,7 @@ def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
     return place_on_mesh(shape, "cuda")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the options of NCCL's groups")
 def test_make_mesh_sets_name_and_timeout_of_nccl_groups(gpus):
     for rank, (_, groups) in enumerate(gpus(4, place_on_gpus, (2, 2, 1))):
         replicas, shards = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]

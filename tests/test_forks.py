@@ -17,7 +17,7 @@ from examples.patches import PATCHES as ALL_PATCHES
 from examples.patches import statements_of
 
 PATCHES = sorted(ROOT.glob("examples/*.patch"))
-
+REAL_RUNS = pytest.mark.slow(proves="what a fork trains, exports or prints")
 
 SIX_FILES = ("model.py", "train.py", "dist.py", "optim.py", "checkpoint.py", "data.py")
 
@@ -219,7 +219,7 @@ def test_all_forks_are_trained_on_every_mesh():
     assert {*TRAINED} == {patch.stem for patch in PATCHES} | {*SNIPPETS}
 
 
-@pytest.mark.slow
+@REAL_RUNS
 @pytest.mark.parametrize("name", TRAINED)
 def test_20_steps_are_those_of_one_rank(name, tmp_path, tokens):
     fork = Fork(name, tmp_path, tokens)
@@ -231,7 +231,7 @@ def test_20_steps_are_those_of_one_rank(name, tmp_path, tokens):
         assert_same_losses(single, fork.train(ranks, f"{options} {mesh}", mesh.split()[1]))
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_each_gradient_is_clipped_to_its_share__share(fork):
     options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
     single, sharded = train_alike(fork, options, "--strategy fsdp")
@@ -246,7 +246,7 @@ def test_each_gradient_is_clipped_to_its_share__share(fork):
     assert norm == pytest.approx(0.1 * 0.1 * (320 * 32 / parameters) ** 0.5, rel=1e-3)
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_an_export_names_the_activation__gelu(fork):
     run = fork.train(1, "--max_steps 1", "run")
     fork.python("-m", "tools.hf", "export", run, fork.folder / "hf")
@@ -255,14 +255,14 @@ def test_an_export_names_the_activation__gelu(fork):
     fork.python("-m", "tools.hf", "import", fork.folder / "hf", fork.folder / "again")
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_the_learning_rate_decays_as_a_root__wsd_sqrt(fork):
     run = fork.train(2, "--max_steps 11 --schedule wsd-sqrt --strategy ddp", "run")
     rates = [row["lr"] / 3e-3 for row in rows(run)]
     assert rates == pytest.approx([1] * 10 + [1 - 0.5**0.5])
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_z_loss_is_added_in_training_only__z_loss(fork):
     plain = fork.train(1, "--max_steps 1 --lr 0", "plain")
     single, sharded, split = train_alike(
@@ -277,7 +277,7 @@ def test_z_loss_is_added_in_training_only__z_loss(fork):
         assert added == pytest.approx(0.01 * math.log(320) ** 2, rel=0.01)
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_losses_are_the_same_on_every_mesh__speedrun(fork):
     tricks = "--optimizer muon --plain_qk_norm --relu2 --zero_outputs --bigrams 4608"
     train_alike(fork, f"--max_steps 4 {tricks}", "--strategy fsdp", "--tp 2")
@@ -307,7 +307,7 @@ torch.testing.assert_close(
 """
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_packed_documents_are_independent__document_mask(fork):
     fork.python("-c", DOCUMENTS)
     train_alike(fork, "--max_steps 4 --end_of_text 256", "--strategy fsdp", "--tp 2")
@@ -342,7 +342,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_qwen3_trains_on_every_mesh__qwen3(fork):
     train_alike(fork, "--max_steps 4 --qk_norm true", "--strategy fsdp", "--tp 2")
 
@@ -372,7 +372,7 @@ assert exported["model.embed_tokens.weight"].equal(net.embed.weight)
 """
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_all_but_training_uses_the_averaged_weights__ema(fork):
     options = "--max_steps 6 --eval_interval 3 --lr 1e-2 --optimizer ema"
     runs = train_alike(fork, options, "--strategy fsdp")
@@ -388,7 +388,7 @@ def test_all_but_training_uses_the_averaged_weights__ema(fork):
         fork.python("-c", AVERAGED, run, model)
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_sampling_with_a_cache_gives_the_same_text__kv_cache(fork):
     run = fork.train(2, "--max_steps 4 --strategy fsdp", "run")
     options = ["--run", run, "--device", "cpu", "--max_new_tokens", "24", "--seed", "3"]
@@ -398,7 +398,7 @@ def test_sampling_with_a_cache_gives_the_same_text__kv_cache(fork):
     assert with_cache == subprocess.run(plain, capture_output=True, text=True).stdout != ""
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_replicas_synchronise_every_20th_update__diloco(fork):
     options = "--optimizer diloco --strategy hsdp --eval_interval 20 --save_interval 20"
     met = []
@@ -442,7 +442,7 @@ torch.testing.assert_close(found, [weight.grad for weight in net.parameters()])
 """
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_only_answers_have_a_gradient__chat(fork):
     fork.python("-c", CHAT)
     mask = (fork.tokens / "train.mask").read_bytes()
@@ -458,7 +458,7 @@ def test_only_answers_have_a_gradient__chat(fork):
         ] * 3
 
 
-@pytest.mark.slow
+@REAL_RUNS
 def test_an_imported_model_learns_to_answer_and_is_exported__chat(fork):
     base = fork.train(1, "--max_steps 2 --seq_len 32", "base")
     fork.python("-m", "tools.hf", "export", base, fork.folder / "hf")

@@ -129,7 +129,7 @@ FAULTS = {  # a change of the code, a draw, and what is reported
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the command finds a fault in the code, from start to end")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_reported(tmp_path, fault):
     change, draw, problems = FAULTS[fault]
@@ -173,7 +173,7 @@ def run_command(*arguments: str, cwd=ROOT) -> tuple[int, str]:
     return answer.returncode, answer.stdout + answer.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the pool outlives a rank that ends its process")
 def test_a_rank_pool_replaces_dead_processes():
     ranks = fuzz.RankPool()
     with pytest.raises(BrokenProcessPool):
@@ -182,13 +182,13 @@ def test_a_rank_pool_replaces_dead_processes():
     ranks.executor.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="meshes, models and policies that nobody chose")
 def test_sixty_draws_pass():
     status, printed = run_command("--fuzz", "60")
     assert status == 0, printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="random draws find bugs that were not made for them")
 @pytest.mark.parametrize("bug", [2, 5, 6, 7, 11])
 def test_a_bug_of_the_lecture_is_found(tmp_path, bug):
     project = copy(ROOT, tmp_path / "project")

@@ -34,7 +34,7 @@ def argv_of(name: str, work: Path) -> list[str]:
     return [*flags, "--device", "cuda"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="every step of the script runs on a CUDA device")
 @pytest.mark.parametrize("name", TRAINS)
 def test_a_step_trains_on_a_fake_gpu(gpus, tmp_path, name):  # noqa: F811
     gpu.write_tokens(tmp_path / "tokens")
@@ -58,7 +58,7 @@ def run_on_gpu(function: str, *arguments) -> dict:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="events and streams of a CUDA device")
 def test_the_ceilings_are_measured_on_a_fake_gpu(gpus):  # noqa: F811
     (found,) = gpus(1, run_on_gpu, "ceilings")
     assert len(found) == 2 + 4 + 4 * 2 * 4 + 2
@@ -67,7 +67,7 @@ def test_the_ceilings_are_measured_on_a_fake_gpu(gpus):  # noqa: F811
     assert found["attention, TFLOP/s"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the ranks of the script share one device")
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_ranks_share_a_fake_gpu(gpus, tmp_path, ranks):  # noqa: F811
     gpu.write_tokens(tmp_path / "tokens")
@@ -95,7 +95,7 @@ def test_a_step_that_fails_does_not_stop_the_next(tmp_path):
     assert found["prints"]["last_lines"] == ['{"x":1}']
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="minutes of a machine are not overspent")
 def test_the_limit_includes_the_step_that_runs(tmp_path):
     """A process that ignores SIGTERM is killed, and the step after it does not start."""
     ignores = tmp_path / "ignores.py"
@@ -107,7 +107,7 @@ def test_the_limit_includes_the_step_that_runs(tmp_path):
     assert [step["status"] for step in found.values()] == ["ended after 16 s", "cut: no time left"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the commands of both calls, as they are typed")
 @pytest.mark.parametrize("call", "ab")
 def test_a_dry_run_needs_no_gpu(tmp_path, call):
     assert gpu.main([call, str(tmp_path)]) == 0
@@ -121,7 +121,7 @@ def test_a_dry_run_needs_no_gpu(tmp_path, call):
         assert len(found["saves-resumed"]["figures"]["losses"]) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="no process is left on a rented machine")
 def test_ctrl_c_ends_the_step_that_runs(tmp_path):
     command = [sys.executable, str(ROOT / "examples/gpu.py"), "b", str(tmp_path / "out")]
     process = start_process(command, env=os.environ | {"TMPDIR": str(tmp_path)})

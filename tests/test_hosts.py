@@ -11,7 +11,7 @@ from conftest import TRAIN, Job, flags, free_port, rows
 from log import read_starts
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="torchrun's agents, one of which is killed")
 def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     """One of two hosts with two ranks each is killed. Then a third host joins."""
     out = tmp_path / "run"

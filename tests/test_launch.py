@@ -176,7 +176,7 @@ def test_the_error_of_a_failed_rendezvous_says_where_it_was(pool, variables):
     assert "\n" not in line
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="two jobs of two agents each")
 def test_a_second_job_with_the_same_port_does_not_harm_the_first(tokens, tmp_path):
     """Its second node joins the store of the first job's torchrun, and finds its place taken."""
     port = free_port()

@@ -319,7 +319,7 @@ def test_play_chooses_the_next_exercise():
     assert game.choose("write 1", every, {"write x": [1]}) == ["write y"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a student's wrong answers, judged by real runs")
 def test_play_asks_for_a_function_until_it_is_right(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples", project / "examples")
@@ -358,7 +358,7 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="every marked command of every document")
 @pytest.mark.parametrize("path, heading", MARKED)
 def test_a_chapter_prints_what_it_shows(path, heading, project, tmp_path, capsys):
     with capsys.disabled():

@@ -112,7 +112,7 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
     return found.problems
 
 
-@pytest.mark.slow  # it depends on times
+@pytest.mark.slow(proves="it depends on times")
 def test_only_slow_links_are_reported(pool):
     """There are two hosts of two ranks. One slow link is within a host, the other between hosts."""
     slow = [(3, 2), (1, 3)]
@@ -169,7 +169,7 @@ def box(tmp_path):
     assert not [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the benchmark on two hosts and a slow link")
 def test_strategies_across_hosts_have_the_expected_order(box):
     process = start(box, "--json", "--hosts=2", "--steps=2")
     out, errors = process.communicate(timeout=900)
@@ -184,7 +184,7 @@ def test_strategies_across_hosts_have_the_expected_order(box):
     assert found["hsdp"] > found["fsdp, micro_batch"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="hosts, links and jobs that the benchmark must remove")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing_behind(box, number, status):
     process = start(box, "--hosts=2", "--only", "ddp")

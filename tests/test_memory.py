@@ -175,7 +175,7 @@ def test_the_estimate_of_activations_is_exact(dtype, shape, batch):
 GATE = "return self.down(self.activation(self.gate(x)) * self.up(x))"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a fork's estimate, without a change of estimate.py")
 @pytest.mark.parametrize(
     "changed, flops, bytes, line",
     [

@@ -33,10 +33,11 @@ def assert_close(one, other, relative: float, steps: int) -> None:
 
 
 LONG = {"tp, loss chunks, bfloat16", "tp, muon"}
+MORE_PAIRS = pytest.mark.slow(proves="further pairs of extras")
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in LONG)) for row in ROWS]
+    "row", [pytest.param(row, marks=[MORE_PAIRS] * (row in LONG)) for row in ROWS]
 )
 def test_extras_together_give_the_numbers_of_one_rank(train, row):  # noqa: F811
     ranks, mesh, flags, relative = ROWS[row]
@@ -55,7 +56,7 @@ def test_a_run_with_several_extras_continues_bit_for_bit(train):  # noqa: F811
         assert torch.equal(tensor, weights[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="meshes of eight ranks, for twenty steps")
 @pytest.mark.parametrize("mesh", ["fsdp --tp 4", "hsdp --dp_shard 2 --tp 2"])
 def test_eight_ranks_match_one_rank(train, job, mesh):  # noqa: F811
     flags = "--max_steps 20 --max_grad_norm 2 --n_kv_head 4"

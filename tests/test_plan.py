@@ -273,7 +273,7 @@ def run_the_loop() -> list[str]:
     return out.getvalue().splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the loop of docs/plan.md")
 def test_the_documented_loop_runs_unchanged(pool):
     (lines,) = pool(1, run_the_loop)
     assert len(lines) == 5 and "--strategy hsdp --tp 1 --micro_batch_size 32" in lines[0]
@@ -299,7 +299,7 @@ def figures_of_tables() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="plans of large models in tables of the documents")
 def test_tables_show_the_figures_of_the_planner(pool):
     (found,) = pool(1, figures_of_tables, timeout=200)
     assert len(found) == 6
@@ -343,7 +343,7 @@ def classes(row: dict) -> list[str]:
     return [name] + [f"{name}: {kind}" for kind in kinds.get(row["set"], [])]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="all 99 published runs")
 def test_errors_of_published_runs_match_docs_plan(pool):
     """Prints the tables of docs/plan.md (pytest -s): each run, then errors by group."""
     (found,) = pool(1, predict_published, timeout=800)

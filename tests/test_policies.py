@@ -158,7 +158,7 @@ COMPILED = "--dtype float32 --micro_batch_size 4 --d_model 256 --d_ff 512 --eval
 COMPILED += " --sample_tokens 3"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the compiler, on every strategy")
 @pytest.mark.parametrize(
     "ranks, graphs, policy",
     [
@@ -187,7 +187,7 @@ def test_compiled_runs_match_eager_ones_and_need_few_graphs(on_ranks, ranks, gra
         assert counts == [graphs, 2 * graphs]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the compiler, with tensor parallelism")
 def test_a_compiled_tp_group_matches_one_rank(run):
     text = "--max_steps 4 --dtype float32 --strategy single"
     one = run(1, text, "one", timeout=120)
@@ -221,7 +221,7 @@ def count_once_compiled(argv: list[str]) -> tuple[dict, set[str], int]:
     return traffic.counts, seen.names, graphs["total"] - before
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the counters do not disturb the compiler")
 def test_a_step_stays_compiled_while_communication_is_counted(on_ranks):
     answers = []
     for text in (f"{BLOCKS} --tp 2", f"{BLOCKS} --tp 2 --compile"):
@@ -247,7 +247,7 @@ def kept_uncompiled(text: str, ranks: int) -> int:
     return rehearse(resolve(text, world_size=ranks)).memory["activations"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the compiler, with recomputation")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, ranks):
     """A sixth layer adds equal bytes, compiled or not. With over 4 layers, blocks are compiled."""

@@ -186,7 +186,7 @@ def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
         return found, rehearse(run, rank=3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="all layers, rehearsed one by one")
 @pytest.mark.parametrize("text", EXTENDED)
 def test_extending_a_few_layers_equals_rehearsing_all(pool, text):
     ((found, whole),) = pool(1, rehearse_by_layers, text)

@@ -244,7 +244,7 @@ SCRIPT = """<script>onload = async () => {
 }</script></body>"""
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the script of the page, in Chromium")
 @pytest.mark.skipif(not BROWSER, reason="no Chromium here")
 def test_a_browser_shows_the_logged_values(drawn, tmp_path):
     drawn(ROOT / "docs/runs/tiny")

@@ -172,7 +172,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         cluster.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a real Slurm with two nodes")
 def test_a_signalled_and_requeued_job_ends_with_the_same_weights(slurm, run, tokens, tmp_path):
     text = "--strategy hsdp --max_steps 80"
     whole = run(4, f"--dtype float32 {text} --dp_shard 2", "whole", timeout=120)
@@ -189,7 +189,7 @@ def test_a_signalled_and_requeued_job_ends_with_the_same_weights(slurm, run, tok
     assert_same(whole, out)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a real Slurm with two nodes")
 def test_a_cancelled_job_saves_without_being_requeued(slurm, tokens, tmp_path):
     run = tmp_path / "run"
     slurm.submit(run, tokens, "--strategy fsdp --max_steps 1000000", ranks=1)

@@ -292,7 +292,7 @@ def memory_of_a_save(folder: Path, async_save: bool) -> float:
     return taken / sum(weight.to_local().nbytes for weight in state.values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a checkpoint that is larger than what Python needs")
 @pytest.mark.parametrize("async_save, most", [(False, 0.3), (True, 1.1)])
 def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_save, most):
     for multiple in pool(2, memory_of_a_save, tmp_path, async_save):
@@ -313,7 +313,7 @@ SMALL = ["strategies", "--nproc=2", "--device=cpu", "--micro_batch_size=2", "--s
 SMALL += ["--rounds=1", "--flags=--n_layer 2 --seq_len 16"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the benchmark of every strategy")
 def test_bench_strategies_prints_each_strategy_and_its_limit(capsys):
     found = {row["strategy"]: row for row in bench_rows(capsys, *SMALL)}
     assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
@@ -345,7 +345,7 @@ def nanogpt(tmp_path, tokens) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the benchmark of every trainer")
 def test_bench_peers_measures_all_trainers(nanogpt, capsys):
     """The first steps do not count. A step of nanoGPT has 12 x 64 tokens.
 

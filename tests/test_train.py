@@ -258,7 +258,7 @@ def test_eval_only_accepts_another_checkpoint_and_other_data(run, pool, tokens, 
     assert "bits per byte not comparable (text is lost, or its size is unknown) (10 " in newest
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the loss at the end of the default run")
 def test_the_default_run_learns_in_three_minutes(tmp_path):
     began = time.monotonic()
     job = torchrun(2, ["--strategy", "fsdp"], tmp_path / "job", cwd=tmp_path)

@@ -60,7 +60,7 @@ CASES = [(mesh, size) for mesh in ("ddp --optimizer muon", "fsdp") for size in (
 CASES += [("single --tp 2", 2), ("hsdp --dp_shard 2", 4), ("fsdp --tp 2", 4)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the bytes that the kernel sends")
 @pytest.mark.parametrize("mesh, size", CASES)
 def test_a_step_sends_the_planned_bytes(tokens, tmp_path, mesh, size):
     argv = flags(f"--data {tokens} --out {tmp_path}/run {LARGE} --strategy {mesh} --max_steps 10")

@@ -10,10 +10,10 @@ from conftest import ROOT, torchrun
 sys.path.append(str(ROOT / "examples"))
 import zero
 
-SLOW = pytest.mark.slow
+REAL_RANKS = pytest.mark.slow(proves="each stage and mistake of a student, on real ranks")
 
 
-@SLOW
+@REAL_RANKS
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_stage_equals_one_rank(ranks, tmp_path):
     job = torchrun(ranks, [], tmp_path, script=zero.__file__, cwd=ROOT)
@@ -61,7 +61,7 @@ WRONG = [  # a function, its code, what a student writes instead, words of the e
 ]
 
 
-@pytest.mark.slow
+@REAL_RANKS
 @pytest.mark.parametrize("function, code, wrong, words", WRONG)
 def test_a_wrong_implementation_fails_in_one_line(function, code, wrong, words, tmp_path):
     before, after = (ROOT / "examples/zero.py").read_text().split(f"def {function}(")

@@ -53,8 +53,8 @@ SMALL = (
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "slow: takes too long for the default suite")
-    config.addinivalue_line("markers", "chaos: kills runs a hundred times")
+    config.addinivalue_line("markers", "slow(proves): shows what the default suite cannot")
+    config.addinivalue_line("markers", "chaos(proves): kills runs a hundred times")
 
 
 # --------------------------------------------------------------------------------------------------

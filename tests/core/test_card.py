@@ -7,7 +7,7 @@ from .conftest import Job
 SHORT = "--max_steps 30 --warmup_steps 5 --log_interval 10 --sample_tokens 0"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the first command, with its default sizes, on eight ranks")
 def test_eight_ranks_of_fsdp_train_with_the_defaults(tokens, tmp_path):
     """torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp"""
     flags = f"--strategy fsdp --data {tokens} --out {tmp_path}/run {SHORT}"

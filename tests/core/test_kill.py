@@ -185,7 +185,7 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
     assert (run.out / "metrics.jsonl").read_text() == log
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="torchrun's ranks are still starting")
 def test_a_signal_before_the_first_step_ends_the_job_and_harms_nothing(start, whole, pool, tokens):
     job = start("torchrun")
     job.until(lambda: job.out.exists() and len(job.ranks()) == 2)
@@ -237,9 +237,9 @@ KILLS = {
 }
 
 
-# In the default suite, STOPS has a row of torchrun's.
+UNDER_TORCHRUN = pytest.mark.slow(proves="kills of torchrun's ranks; STOPS has a signal to one")
 ROWS = [
-    pytest.param(*row, id=name, marks=[pytest.mark.slow] * ("torchrun" in name))
+    pytest.param(*row, id=name, marks=[UNDER_TORCHRUN] * ("torchrun" in name))
     for name, row in KILLS.items()
 ]
 
@@ -336,7 +336,7 @@ def test_a_run_whose_folder_is_moved_ends_and_writes_nothing(pool, tokens, tmp_p
     assert not run.out.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="torchrun ends the ranks that notice nothing")
 def test_ranks_whose_folder_is_moved_all_end(job, tmp_path):
     """Rank 0 writes the log, so only this rank notices, and torchrun ends the others."""
     run = job(2, "--strategy fsdp --max_steps 1000000")
@@ -351,7 +351,7 @@ def test_ranks_whose_folder_is_moved_all_end(job, tmp_path):
 # A rank that hangs
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="the timeout of a collective, and torchrun's wait")
 def test_a_stopped_rank_ends_the_job_without_a_watchdog(job):
     """A collective waits ten times --timeout for it, and torchrun 30 s before it kills it."""
     running = job(2, "--strategy fsdp --max_steps 100000 --timeout 1")

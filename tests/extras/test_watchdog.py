@@ -101,7 +101,7 @@ def train_until(argv: list[str], folder: Path, first: str) -> int:
         return train.main(argv)
 
 
-@pytest.mark.chaos
+@pytest.mark.chaos(proves="a death at each place where a group of gloo connects")
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_rank_that_dies_before_it_connects_is_reported(tokens, tmp_path, first):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 {WATCHED}"
@@ -189,7 +189,7 @@ def lose_one_of_twelve(port: int, folder: Path, ending: str) -> int:
     return 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="more ranks than any other test has")
 @pytest.mark.parametrize("ending", ["hang", "fail"])
 def test_few_ranks_investigate_even_if_one_of_them_dies(ending, tmp_path):
     port = free_port()
@@ -233,7 +233,7 @@ def fail_alone() -> None:
     ctypes.PyDLL(None).sleep(1000)  # as NCCL's communicators may, with Python's lock held
 
 
-@pytest.mark.slow
+@pytest.mark.slow(proves="a destructor that holds Python's lock for ever")
 def test_a_failed_rank_ends_even_if_nccl_waits_for_others():
     """It has ten seconds for its last words."""
     assert exit_statuses(fork_ranks(1, fail_alone)) == [1]
