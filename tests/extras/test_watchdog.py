@@ -311,6 +311,23 @@ class Reporting(watchdog.Watchdog):
         raise SystemExit
 
 
+class Gone:
+    """A store whose server has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("intervals, line", [(1, watchdog.STORE_GONE), (0, None)])
+def test_a_lost_store_ends_a_run_that_does_not_end_soon(intervals, line):
+    """Rank 0 may serve the store, and may have finished first: then so will this rank."""
+    dog = Reporting(torch.distributed.HashStore(), 1, 2, 60, dist.Progress())
+    dog.store, dog.stopped = Gone(), Beats(intervals, [])
+    with contextlib.suppress(SystemExit):
+        dog.exchange([0])
+    assert dog.line == line
+
+
 def watch_a_run(argv: list[str]) -> list[tuple[int, str, bool]]:
     """Train; return each (steps done, next activity, whether that may be slow) once."""
     seen = []
