@@ -1,5 +1,6 @@
 """How every command ends. test_mistakes.py covers the errors that argparse finds."""
 
+import os
 import time
 from unittest import mock
 
@@ -49,6 +50,27 @@ def test_torchrun_names_the_error_as_the_root_cause(monkeypatch, tmp_path, rank)
     where = " on rank 1" if rank else ""
     assert root_cause.strip("=\n").endswith(f"traceback : train.py: error{where}: --lr is high")
     assert "--lr is high" not in others
+
+
+@pytest.mark.parametrize(
+    "rank, local_rank, restarts, is_printed, is_reported, status",
+    [
+        (0, 0, 0, True, True, os.EX_TEMPFAIL),
+        (1, 1, 0, False, False, os.EX_TEMPFAIL),
+        (8, 0, 0, False, True, os.EX_TEMPFAIL),  # the first rank of the second host
+        (0, 0, 3, True, True, 0),  # torchrun would restart a run that fails
+    ],
+)
+def test_a_stop_is_printed_once_and_is_in_the_report_of_each_host(
+    monkeypatch, capsys, tmp_path, rank, local_rank, restarts, is_printed, is_reported, status
+):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert errors.report_stop("stopped after step 3") == status
+    assert capsys.readouterr().out == "stopped after step 3\n" * is_printed
+    assert (tmp_path / "error.json").exists() == is_reported
 
 
 def test_execute_returns_the_status_of_the_command():
