@@ -119,7 +119,7 @@ def two_hosts() -> Iterator[list[str]]:
 
 def train_on_host(argv: list[str], names: list[str], said: Path) -> int:
     """Run train.py in this rank's network namespace, if it has one, and print to a file."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", 0))
     if names:
         libc, clone_newnet = ctypes.CDLL(None), 0x40000000
         namespace = os.open(f"/var/run/netns/{names[rank]}", os.O_RDONLY)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import TRAIN, Job, flags, free_port, is_running, listen, rows, wait_until
+from conftest import variables as variables_of_a_rank
 
 import dist
 import errors
@@ -168,8 +169,7 @@ def start_alone(variables: dict[str, str]) -> str:
     ],
 )
 def test_the_error_of_a_failed_rendezvous_says_where_it_was(pool, variables):
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | variables
-    variables["MASTER_PORT"] = str(free_port())
+    variables = variables_of_a_rank(0, 2, free_port()) | variables
     (line,) = pool(1, start_alone, variables)
     where = "{MASTER_ADDR}:{MASTER_PORT}".format(**variables)
     assert line.startswith(f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {where}: ")

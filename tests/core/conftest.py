@@ -12,6 +12,7 @@ job(n, "FLAGS", name)      starts train.py under torchrun, for signals and kills
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -68,7 +70,12 @@ def free_port() -> int:
 
 
 def variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets for a rank, if all ranks are on one host."""
+    """The variables that torchrun sets for a rank, if all ranks are on one host.
+
+    A single rank is a process without torchrun. It has no store, which would look up names.
+    """
+    if size == 1:
+        return {}
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     found = {name: str(value) for name, value in numbers.items()}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -83,17 +90,23 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def work(pipe) -> None:
-    """Call the functions that come through the pipe, as one rank."""
+def work(pipe, stacks: Path) -> None:
+    """Call the functions that come through the pipe, as one rank.
+
+    One that takes too long writes where it is to the file `stacks`.
+    """
     end_with_parent()
+    file = open(stacks, "w")
     while True:
-        environment, function, arguments = pipe.recv()
+        environment, function, arguments, timeout = pipe.recv()
         before = dict(os.environ)
         os.environ |= environment
+        faulthandler.dump_traceback_later(timeout, file=file)
         try:
             result, error = function(*arguments), None
         except BaseException:
             result, error = None, traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ.clear()
@@ -108,16 +121,20 @@ class Pool:
         self.workers = []
 
     def start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="pool-")
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload([__name__, "torch._dynamo"])  # both are slow to import
         # The fork server does not inherit sys.path.
         os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/extras"
-        for _ in range(4):
+        for rank in range(4):
             here, there = context.Pipe()
-            process = context.Process(target=work, args=(there,))
+            process = context.Process(target=work, args=(there, self.stacks(rank)))
             process.start()
             self.workers.append((process, here))
         del os.environ["PYTHONPATH"]
+
+    def stacks(self, rank: int) -> Path:
+        return Path(self.folder.name, f"rank-{rank}")
 
     def stop(self) -> None:
         for process, _ in self.workers:
@@ -131,11 +148,14 @@ class Pool:
             self.start()
         port = free_port()
         for rank, (_, pipe) in enumerate(self.workers[:size]):
-            pipe.send((variables(rank, size, port), function, arguments))
+            pipe.send((variables(rank, size, port), function, arguments, timeout))
         results, errors = [], []
         for rank, (_, pipe) in enumerate(self.workers[:size]):
             result, error = None, f"no answer within {timeout} s"
-            if pipe.poll(5 if errors else timeout):
+            has_answer = pipe.poll(5 if errors else timeout + 1)
+            if not has_answer:
+                error += f"\n{self.stacks(rank).read_text()}"
+            else:
                 try:
                     result, error = pipe.recv()
                 except EOFError:  # a rank may end its own process

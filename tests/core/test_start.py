@@ -147,7 +147,7 @@ def end_with(token: int, split: str) -> Callable[[Place], None]:
 
 def run_rank(argvs: list[list[str]]) -> tuple[int, str, str]:
     """Run train.command with the flags of this rank."""
-    return run_command(argvs[int(os.environ["RANK"])])
+    return run_command(argvs[int(os.environ.get("RANK", 0))])
 
 
 def files(root: Path) -> dict[str, tuple]:
