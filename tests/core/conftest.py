@@ -96,7 +96,7 @@ def work(pipe, stacks: Path) -> None:
     One that takes too long writes where it is to the file `stacks`.
     """
     end_with_parent()
-    file = open(stacks, "w")
+    file = stacks.open("w")
     while True:
         environment, function, arguments, timeout = pipe.recv()
         before = dict(os.environ)
