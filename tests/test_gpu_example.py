@@ -125,8 +125,11 @@ def test_a_dry_run_needs_no_gpu(tmp_path, call):
 def test_ctrl_c_ends_the_step_that_runs(tmp_path):
     command = [sys.executable, str(ROOT / "examples/gpu.py"), "b", str(tmp_path / "out")]
     process = start_process(command, env=os.environ | {"TMPDIR": str(tmp_path)})
-    wait_until(lambda: [*tmp_path.glob("nanoshard-gpu-*/saves.txt")], 30)
-    wait_until(lambda: children(process.pid), 10)
+
+    def has_printed() -> bool:
+        return any(path.stat().st_size for path in tmp_path.glob("nanoshard-gpu-*/saves.txt"))
+
+    wait_until(has_printed, 60)
     step, *_ = children(process.pid)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130

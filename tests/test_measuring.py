@@ -99,7 +99,7 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
             for one in operations
         }
         works = transfer(operations)
-        time.sleep(0.01 * (4 if link in slow and link[1] == rank else 1))
+        time.sleep(0.03 * (6 if link in slow and link[1] == rank else 1))
         return works
 
     transfer = torch.distributed.batch_isend_irecv
@@ -171,17 +171,18 @@ def box(tmp_path):
 
 @pytest.mark.slow(proves="the benchmark on two hosts and a slow link")
 def test_strategies_across_hosts_have_the_expected_order(box):
-    process = start(box, "--json", "--hosts=2", "--steps=2")
+    strategies = ["ddp", "ddp, micro_batch", "fsdp", "hsdp"]
+    process = start(box, "--json", "--hosts=2", "--steps=2", "--only", *strategies)
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
     rows = json.loads(out)["rows"]
     found = {row["strategy"]: median(row["tokens/s/device"]) for row in rows}
-    assert len(found) == 8
+    assert [*found] == strategies
     assert all(0 < row["of the limit"][0] < 1 for row in rows)
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]
-    assert found["hsdp"] > found["fsdp, micro_batch"]
+    assert found["hsdp"] > found["fsdp"]
 
 
 @pytest.mark.slow(proves="hosts, links and jobs that the benchmark must remove")

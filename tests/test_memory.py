@@ -133,7 +133,7 @@ def parts(text: str, vocab_size: int, **machine) -> dict[str, int]:
 @contextlib.contextmanager
 def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
     """The storages that autograd keeps, {address: bytes}, without those of parameters."""
-    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
+    weights = {optim.local(weight).untyped_storage().data_ptr() for weight in net.parameters()}
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
