@@ -99,7 +99,7 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
             for one in operations
         }
         works = transfer(operations)
-        time.sleep(0.03 * (6 if link in slow and link[1] == rank else 1))
+        time.sleep(0.01 * (4 if link in slow and link[1] == rank else 1))
         return works
 
     transfer = torch.distributed.batch_isend_irecv
@@ -113,12 +113,12 @@ def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
 
 
 @pytest.mark.slow(proves="it depends on times")
-def test_only_slow_links_are_reported(pool):
-    """There are two hosts of two ranks. One slow link is within a host, the other between hosts."""
-    slow = [(3, 2), (1, 3)]
-    expected = [f"slow: the link from rank {a} to rank {b}" for a, b in slow]
-    for lines in pool(4, find_slow_links, 2, set(slow)):
-        assert [line.partition(" takes ")[0] for line in lines] == expected
+def test_only_a_slow_link_between_hosts_is_reported(pool):
+    """There are two hosts of two ranks. Within a host of CPUs, a link is memory that all share."""
+    for lines in pool(4, find_slow_links, 2, {(3, 2), (1, 3)}):
+        assert [line.partition(" takes ")[0] for line in lines] == [
+            "slow: the link from rank 1 to rank 3"
+        ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ def box(tmp_path):
 
 @pytest.mark.slow(proves="the benchmark on two hosts and a slow link")
 def test_strategies_across_hosts_have_the_expected_order(box):
-    strategies = ["ddp", "ddp, micro_batch", "fsdp", "hsdp"]
+    strategies = ["ddp", "fsdp", "hsdp"]
     process = start(box, "--json", "--hosts=2", "--steps=2", "--only", *strategies)
     out, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     assert not namespaces(process.pid)
     rows = json.loads(out)["rows"]
     found = {row["strategy"]: median(row["tokens/s/device"]) for row in rows}
-    assert [*found] == strategies
+    assert [*found] == [*strategies, *(f"{name}, micro_batch" for name in strategies)]
     assert all(0 < row["of the limit"][0] < 1 for row in rows)
     assert found["ddp"] > 2 * found["ddp, micro_batch"]
     assert found["ddp"] > 1.5 * found["fsdp"]

@@ -137,7 +137,7 @@ def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = optim.local(tensor).untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
