@@ -130,7 +130,8 @@ def pass_bytes(run) -> dict[str, int]:
 
     Nothing if the model cannot run without values: see `flops_per_token`.
     """
-    is_sharded = run.strategy in ("fsdp", "hsdp") or run.tp > 1  # FSDP: see dist.parallelize
+    is_ddp_of_tp = run.strategy == "ddp" and run.tp > 1  # which is FSDP: see dist.parallelize
+    is_sharded = run.strategy in ("fsdp", "hsdp") or is_ddp_of_tp
     try:
         one, per_block, last = peaks_of_pass(
             run.model_config,

@@ -85,6 +85,21 @@ def test_the_estimate_of_a_ranks_tensors_is_exact(on_ranks, ranks, strategy):
             assert estimate[part] == size, part
 
 
+@pytest.mark.parametrize(
+    "text, ranks, are_gathered",
+    [
+        ("single --tp 2", 2, False),
+        ("ddp", 2, False),
+        ("ddp --tp 2", 4, True),  # which is FSDP with one shard per replica
+        ("fsdp", 2, True),
+        ("hsdp --dp_shard 2 --tp 2", 8, True),
+    ],
+)
+def test_only_fsdp_gathers_weights(text, ranks, are_gathered):
+    run = resolve(f"{TINY} --strategy {text} --global_batch_size 8", world_size=ranks)
+    assert (memory_of(run)["gathered"] > 0) == are_gathered
+
+
 def test_the_estimate_is_that_of_the_largest_shard():
     sizes = "--n_layer 1 --d_model 8 --d_ff 9 --dtype bfloat16 --global_batch_size 12"
     first = parts(f"{sizes} --strategy fsdp", vocab_size=10, world_size=3, device_type="cuda")
