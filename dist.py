@@ -639,7 +639,7 @@ def shard(
                                     free n, reduce_scatter n   free n-1, reduce_scatter n-1
 
     "gather" is an all_gather in `dtype`. Gradients are reduced in float32, in the micro-batches
-    that `gradient_sync` chooses. Chapter 4 of docs/lecture.md counts what is sent.
+    that `gradient_sync` chooses. Chapter 4 of the lecture, in docs/, counts what is sent.
     """
     # Inputs keep their dtype: the model casts them, except the RoPE table, which stays in float32.
     policy = MixedPrecisionPolicy(

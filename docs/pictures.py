@@ -1,8 +1,9 @@
-"""Draw the pictures of docs/lecture.md, from docs/pictures.json. 5.svg is written by hand.
+"""Draw the pictures of the lecture, from docs/pictures.json. 5.svg is written by hand.
 
 python docs/pictures.py
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -22,6 +23,9 @@ MEANINGS = {
     "forward": "#4c8dd6",
     "backward": "#e0863a",
     "communication": "#4fa66b",
+    "gathered, not needed yet": "#bcdcc6",
+    "queueing": "#8f7fd1",
+    "computing": "#4c8dd6",
     "waiting": GREY,
 }
 COLORS = ["#8f7fd1", "#b0983a", "#45a3a8", "#b46ba5"]  # for runs and ranks
@@ -82,24 +86,56 @@ def lines(axes: Axes, series: dict[str, list[list[float]]], x: str, y: str, log:
 def draw_0(data: dict) -> None:
     """{"ranks": n}: a ring's reduce_scatter by round; a cell has the number of ranks summed."""
     n = data["ranks"]
+    green = MEANINGS["communication"]
     counts = [[1] * n for _ in range(n)]  # [rank][part]: the ranks summed so far
     for i, axes in enumerate(pyplot.gcf().subplots(1, n), start=1):
         sent = [(rank - i) % n for rank in range(n)] if i < n else [None] * n  # part, by rank
         for rank in range(n):
             for part, count in enumerate(counts[rank]):
-                color = MEANINGS["communication"] if count == n else COLORS[rank]
-                edge = GREY if part == sent[rank] else "none"
                 cell = ((rank - 0.4, part - 0.4), 0.8, 0.8)
-                axes.add_patch(pyplot.Rectangle(*cell, fc=color, ec=edge, lw=3))
-                axes.annotate(count, (rank, part), ha="center", va="center", color="white")
+                edge = green if part == sent[rank] else "none"
+                axes.add_patch(pyplot.Rectangle(*cell, fc=COLORS[rank], ec=edge, lw=3))
+                weight = "bold" if count == n else "normal"
+                place = dict(ha="center", va="center", color="white", weight=weight)
+                axes.annotate(count, (rank, part), **place)
         if i < n:
             for rank, part in enumerate(sent):
                 counts[(rank + 1) % n][part] += i
+                last = rank + 1 == n  # the ring closes: the arrow leaves to the right
+                arrow = dict(arrowstyle="->", color=green, linewidth=2)
+                axes.annotate("", (rank + 0.62, part), (rank + 0.38, part), arrowprops=arrow)
+                if last:
+                    axes.annotate("", (-0.38, part), (-0.62, part), arrowprops=arrow)
         name_rows(axes, [f"part {part}" for part in range(n)])
         axes.set_xticks(range(n), range(n))
-        axes.set(xlim=(-0.5, n - 0.5), xlabel="rank", title=f"after {i - 1} rounds")
+        rounds = "at the start" if i == 1 else f"after {i - 1} round{'s' * (i > 2)}"
+        axes.set(xlim=(-0.7, n - 0.3), xlabel="rank", title=rounds)
+        axes.tick_params(length=0)
         axes.label_outer()
         axes.spines[:].set_visible(False)
+
+
+def draw_2(data: dict) -> None:
+    """{label: [micro-batches, MB of activations of one]}; backward takes twice as long."""
+    above, below = pyplot.gcf().subplots(2, 1, sharex=True, height_ratios=[1, 1.3])
+    spans = {}
+    for color, (label, (n, size)) in zip(COLORS, data.items()):
+        forward = 1 / n
+        starts = [3 * forward * i for i in range(n)]
+        spans[label] = []
+        times, sizes = [], []
+        for start in starts:
+            middle, end = start + forward, start + 3 * forward
+            spans[label] += [[start, middle, "forward"], [middle, end, "backward"]]
+            times += [start, middle, end]
+            sizes += [0, size, 0]
+        below.plot(times, sizes, color=color, linewidth=1.6, label=label)
+        below.annotate(
+            f"{size:g} MB", (forward, size), (6, 5), textcoords="offset points", color=color
+        )
+    lanes(above, spans, "")
+    below.set_xlabel("time, in forward passes of 32 sequences")
+    below.set_ylabel("MB of activations")
 
 
 def draw_3(data: dict) -> None:
@@ -127,8 +163,8 @@ def draw_memory(data: dict) -> None:
         axes.plot(*place, "o", color=MEANINGS["communication"], markersize=9)
         axes.annotate(name, place, (10, 0), textcoords="offset points", va="center")
     axes.set(xlim=(-0.5, 9.5), ylim=(0, 18), yticks=range(0, 17, 4))
-    axes.set_xlabel("bytes a parameter that a rank sends in a step")
-    axes.set_ylabel("bytes a parameter\nthat a rank holds")
+    axes.set_xlabel("bytes per parameter that a rank sends in a step")
+    axes.set_ylabel("bytes per parameter\nthat a rank holds")
 
 
 def draw_6(data: dict) -> None:
@@ -143,8 +179,9 @@ def draw_7(data: dict) -> None:
     """Matrices as parts, [x, y, width, height, rank or null], and their texts."""
     axes = pyplot.gca()
     for x, y, width, height, rank in data["parts"]:
-        color = GREY if rank is None else COLORS[rank]
-        axes.add_patch(pyplot.Rectangle((x, y), width, height, color=color, ec="white", alpha=0.8))
+        color = "none" if rank is None else COLORS[rank]
+        edge = GREY if rank is None else "white"
+        axes.add_patch(pyplot.Rectangle((x, y), width, height, fc=color, ec=edge, alpha=0.8))
     for x, y, text in data["texts"]:
         axes.annotate(text, (x, y), ha="center", va="center")
     arrow = dict(arrowstyle="->", color=MEANINGS["communication"], linewidth=2)
@@ -155,6 +192,28 @@ def draw_7(data: dict) -> None:
         axes.annotate(f"rank {rank}", (4.4 + 1.8 * rank, 2.7), ha="center", color=COLORS[rank])
     axes.set(xlim=(-0.2, 11.2), ylim=(-0.6, 3.1))
     axes.axis("off")
+
+
+def draw_8(data: dict) -> None:
+    """{"queue": ms, "run": ms, "operations": n}: a host that never waits, and one that waits."""
+    queue, run = data["queue"], data["run"]
+    titles = ("the host never waits", "the host waits for each result")
+    for waits, axes in enumerate(pyplot.gcf().subplots(2, 1, sharex=True)):
+        host, device, now, free = [], [], 0, 0
+        for _ in range(data["operations"]):
+            host.append([now, now + queue, "queueing"])
+            now += queue
+            if free and now > free:
+                device.append([free, now, "waiting"])
+            begin = max(now, free)
+            free = begin + run
+            device.append([begin, free, "computing"])
+            if waits:
+                host.append([now, free, "waiting"])
+                now = free
+        lanes(axes, {"host": host, "device": device}, "ms", legend=bool(waits))
+        axes.set_title(titles[waits], loc="right", fontsize=10, pad=3)
+        axes.label_outer()
 
 
 def draw_9(data: dict) -> None:
@@ -168,36 +227,47 @@ def draw_9(data: dict) -> None:
         )
 
 
-def draw_15(data: dict) -> None:
-    """{strategy: {"MB": on the wire, "seconds": {Mbit/s: a step's}}}; the fastest link gives C."""
+def draw_11(data: dict) -> None:
+    """{"rows": n, "saved": ranks, "loaded": ranks}: chunks, their overlaps, and parts of rows."""
+    n = data["rows"]
+    edges = {side: range(0, n + 1, n // data[side]) for side in ("saved", "loaded")}
+    cuts = sorted({*edges["saved"], *edges["loaded"]})
+    columns = {"saved by four ranks": edges["saved"], "copied": cuts}
+    columns |= {"loaded by three ranks": edges["loaded"]}
     axes = pyplot.gca()
-    for name, run in data.items():
-        links = {int(mbit): seconds for mbit, seconds in run["seconds"].items()}
-        megabits = 8 * run["MB"]
-        computing = links[max(links)] - megabits / max(links)
-        predicted = [computing + megabits / mbit for mbit in links]
-        (line,) = axes.plot([*links], [*run["seconds"].values()], "o", label=name)
-        axes.plot([*links], predicted, "x:", color=line.get_color())
-        axes.plot(megabits / computing, 2 * computing, "D", color=line.get_color(), mfc="none")
-    axes.plot([], [], "x:", color=GREY, label="predicted")
-    axes.plot([], [], "D", color=GREY, mfc="none", label="T = C")
-    axes.set(xscale="log", yscale="log", xlabel="Mbit/s between hosts", ylabel="seconds a step")
-    axes.set_xticks([*links], [f"{mbit:,}" for mbit in links])
-    axes.set_yticks(seconds := [0.5, 1, 2, 5, 10], [f"{second:g}" for second in seconds])
-    axes.minorticks_off()
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    for x, bounds in zip((0, 2, 4), columns.values()):
+        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+            saver = low * data["saved"] // n
+            color = COLORS[saver] if x < 4 else "none"
+            cell = ((x, low + 0.06), 1.2, high - low - 0.12)
+            axes.add_patch(pyplot.Rectangle(*cell, fc=color, ec=GREY))
+            rows = f"row {low}" if high == low + 1 else f"rows {low} to {high - 1}"
+            text = rows if x == 2 else f"rank {number}: {rows}"
+            place = dict(ha="center", va="center", fontsize=9, color="white" if x < 4 else GREY)
+            axes.annotate(text, (x + 0.6, (low + high) / 2), **place)
+    arrow = dict(arrowstyle="->", color=MEANINGS["communication"], linewidth=1.5)
+    for low, high in itertools.pairwise(cuts):
+        middle = (low + high) / 2
+        axes.annotate("", (1.95, middle), (1.25, middle), arrowprops=arrow)
+        axes.annotate("", (3.95, middle), (3.25, middle), arrowprops=arrow)
+    for x, title in zip((0, 2, 4), columns):
+        axes.annotate(title, (x + 0.6, -0.5), ha="center")
+    axes.set(xlim=(-0.1, 5.3), ylim=(n + 0.2, -1.2))
+    axes.axis("off")
 
 
 # {name of the file and of its entry in pictures.json: (function that draws it, height in inches)}
 PICTURES = {
     "0": (draw_0, 2.6),
+    "2": (draw_2, 3.2),
     "3": (draw_3, 4.2),
     "memory": (draw_memory, 3.2),
     "4": (draw_4, 3.0),
     "6": (draw_6, 3.2),
     "7": (draw_7, 2.4),
+    "8": (draw_8, 3.2),
     "9": (draw_9, 2.6),
-    "15": (draw_15, 3.2),
+    "11": (draw_11, 3.4),
 }
 
 

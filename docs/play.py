@@ -2,7 +2,7 @@
 
 python -m docs.play          lists the chapters, what you have done, and what comes next
 python -m docs.play 3        asks for chapter 3's numbers, runs its commands, judges your numbers
-python -m docs.play bug 3    shows a run without and with chapter 3's bug, and asks where it is
+python -m docs.play bug 3    shows a run without and with bug 3, and asks where it is
 python -m docs.play write 3  you write chapter 3's functions of examples/zero.py (write NAME: one)
 
 Commands run in a copy of the project. runs/ keeps your score and the functions that you write.
@@ -21,6 +21,7 @@ from collections import namedtuple
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LECTURE = sorted(ROOT.glob("docs/lecture-*.md"))  # its parts
 MINE = "runs/write/zero.py"
 # {"3": [right, close, neither], "bug 3": [tries, or 0 if it was shown], "write zero2": [1]}
 SCORE = "runs/play.json"
@@ -230,7 +231,8 @@ def choose(words: str, every: dict[str, list[Block]], done: dict[str, list[int]]
     """Return the games that `words` mean. For `bug`, it is a bug of a played chapter, if any."""
     if words == "bug":
         hidden = [g for g in every if g.startswith("bug ") and not any(done.get(g, []))]
-        return sorted(hidden, key=lambda bug: bug[4:] not in done)[:1] or ["bug 1"]
+        played = [every[game] for game in done if game.isdigit() and game in every]
+        return sorted(hidden, key=lambda bug: every[bug] not in played)[:1] or ["bug 1"]
     blocks = every.get(words.partition("write ")[2])
     functions = [game for game in every if game.startswith("write") and every[game] is blocks]
     new = [game for game in functions if game not in done]
@@ -260,7 +262,9 @@ def score(done: dict[str, list[int]]) -> str:
 
 
 def main(words: str) -> None:
-    found = chapters((ROOT / "docs/lecture.md").read_text())
+    found = {}
+    for part in LECTURE:
+        found |= chapters(part.read_text())
     item = r'"(\d+|bug \w+|write \w+)": \[\d+(, \d+)*\]'
     text = (ROOT / SCORE).read_text(errors="replace") if (ROOT / SCORE).exists() else "{}"
     if not re.fullmatch(rf"{{({item}(, {item})*)?}}", text):

@@ -161,8 +161,12 @@ MARKED = [
 ]
 
 
-LECTURE = chapters((ROOT / "docs/lecture.md").read_text())
-LECTURE_BLOCKS = [block for blocks in LECTURE.values() for block in blocks]
+LECTURE_BLOCKS = [
+    block
+    for part in game.LECTURE
+    for blocks in chapters(part.read_text()).values()
+    for block in blocks
+]
 BUGS = [block for block in LECTURE_BLOCKS if block.kind == "bug"]
 
 
@@ -271,7 +275,7 @@ def test_play_guides_a_reader_through_a_lesson(tmp_path):
     (project / "docs/bugs").mkdir(parents=True)
     shutil.copy(ROOT / "docs/play.py", project / "docs")
     (project / "docs/bugs/1.patch").write_text(BUG)
-    (project / "docs/lecture.md").write_text(LESSON)
+    (project / "docs/lecture-1.md").write_text(LESSON)
     source = 'def total():\n    return 24.0\nprint("sent", total())\ndef other(): ...\n'
     (project / "one.py").write_text(source)
     out, _ = play(project, tmp_path, "1").communicate("many\n~26 MB\n25\n")
@@ -313,9 +317,11 @@ def test_play_understands_names_of_functions():
 
 
 def test_play_chooses_the_next_exercise():
-    every = dict.fromkeys(["1", "write x", "write y", "bug 1"], [1]) | {"2": [2], "bug 2": [2]}
+    every = dict.fromkeys(["1", "write x", "write y", "bug 1"], [1])
+    every |= dict.fromkeys(["2", "bug 2", "bug 3"], [2])
     assert game.choose("bug", every, {}) == ["bug 1"]
     assert game.choose("bug", every, {"2": [1, 0, 0], "bug 2": [0]}) == ["bug 2"]
+    assert game.choose("bug", every, {"2": [1, 0, 0], "bug 2": [1]}) == ["bug 3"]
     assert game.choose("write 1", every, {"write x": [1]}) == ["write y"]
 
 
@@ -324,8 +330,8 @@ def test_play_asks_for_a_function_until_it_is_right(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples", project / "examples")
     (project / "docs").mkdir()
-    for name in ("docs/play.py", "docs/lecture.md"):
-        shutil.copy(ROOT / name, project / name)
+    for path in (ROOT / "docs/play.py", *game.LECTURE):
+        shutil.copy(path, project / "docs")
     process = play(project, tmp_path, "write zero1")
     process.stdin.write("\n")
     process.stdin.flush()
