@@ -470,6 +470,14 @@ def place(
     return forward
 
 
+def uses_fsdp(strategy: str, tp: int) -> bool:
+    """Whether FSDP holds the parameters, and gathers them.
+
+    DDP does not support the DTensors of tp: ddp with tp is FSDP with one shard per replica.
+    """
+    return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
+
+
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -499,8 +507,7 @@ def parallelize(
     tp = mesh["tp"].size()
     if tp > 1:
         tensor_parallel(model, mesh["tp"])
-    # DDP does not support the DTensors of tp: ddp with tp is FSDP with one shard per replica.
-    if strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1):
+    if uses_fsdp(strategy, tp):
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, dtype, fsdp_units, reshard_after_forward)

@@ -130,8 +130,7 @@ def pass_bytes(run) -> dict[str, int]:
 
     Nothing if the model cannot run without values: see `flops_per_token`.
     """
-    is_ddp_of_tp = run.strategy == "ddp" and run.tp > 1  # which is FSDP: see dist.parallelize
-    is_sharded = run.strategy in ("fsdp", "hsdp") or is_ddp_of_tp
+    is_sharded = dist.uses_fsdp(run.strategy, run.tp)
     try:
         one, per_block, last = peaks_of_pass(
             run.model_config,

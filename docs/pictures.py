@@ -101,10 +101,9 @@ def draw_0(data: dict) -> None:
         if i < n:
             for rank, part in enumerate(sent):
                 counts[(rank + 1) % n][part] += i
-                last = rank + 1 == n  # the ring closes: the arrow leaves to the right
                 arrow = dict(arrowstyle="->", color=green, linewidth=2)
                 axes.annotate("", (rank + 0.62, part), (rank + 0.38, part), arrowprops=arrow)
-                if last:
+                if rank + 1 == n:  # the ring closes: this arrow arrives at rank 0
                     axes.annotate("", (-0.38, part), (-0.62, part), arrowprops=arrow)
         name_rows(axes, [f"part {part}" for part in range(n)])
         axes.set_xticks(range(n), range(n))
@@ -129,7 +128,7 @@ def draw_2(data: dict) -> None:
             spans[label] += [[start, middle, "forward"], [middle, end, "backward"]]
             times += [start, middle, end]
             sizes += [0, size, 0]
-        below.plot(times, sizes, color=color, linewidth=1.6, label=label)
+        below.plot(times, sizes, color=color, linewidth=1.6)
         below.annotate(
             f"{size:g} MB", (forward, size), (6, 5), textcoords="offset points", color=color
         )

@@ -20,9 +20,10 @@ from conftest import ROOT
 from test_imports import MODULES
 from torch.distributed.run import get_args_parser
 
+from docs.play import LECTURE
+
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
 DOCUMENTS += sorted(ROOT.glob("docs/*.md"))
-LECTURE = sorted(ROOT.glob("docs/lecture-*.md"))
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 TOOLS = {path.stem for path in ROOT.glob("tools/[a-z]*.py")} - {"common"}
