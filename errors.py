@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-VERSION = "0.3.0"
+VERSION = "0.1.0"
 
 
 class UsageError(ValueError):
