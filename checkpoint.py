@@ -188,7 +188,10 @@ def load_weights(path: Path, weights: dict[str, Tensor], **options) -> None:
 
 
 def weights_in(path: Path) -> str:
-    """Return under which name a checkpoint has the weights for evaluations, samples and exports."""
+    """Return the name in a checkpoint of the weights for evaluations, samples and exports.
+
+    A fork whose checkpoints also have averages of the weights returns theirs.
+    """
     return "model"
 
 
@@ -202,7 +205,7 @@ def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether ranks may hold different parts. An empty tensor is like one that all ranks hold."""
+    """Whether ranks may hold different parts. Without elements, it counts as replicated."""
     return isinstance(tensor, DTensor) and tensor.numel() > 0
 
 
@@ -268,7 +271,8 @@ def world_size() -> int:
 def begin_save(path: Path, state: dict, manifest: dict, extra_files: dict[str, bytes]) -> None:
     """Check that all of it can be saved, then create the temporary folder on rank 0."""
     check_tensors(state)
-    if taken := {"index.json", "manifest.json"} & extra_files.keys():
+    ours = {"index.json", "manifest.json", *map(file_of, range(world_size()))}
+    if taken := ours & extra_files.keys():
         raise ValueError(f"an extra file may not be named {min(taken)}")
     planned = dict.fromkeys(["index.json", *extra_files], {"bytes": 0})
     check_manifest(path, seal({**manifest, "files": planned}))

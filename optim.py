@@ -172,7 +172,7 @@ class Optimizer:
             )
         grouped = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if grouped else 1
-        device = parameter.device
+        device = next(iter(self.parameters.values())).device
         shards = [num_shards(p) for p in self.parameters.values()]
         self.is_sharded = max(shards) > 1
         overcount = [self.world_size / n for n in shards]
@@ -373,13 +373,14 @@ def clip_adaptive(settings: Settings, gradients: Gradients) -> Clipped:
     norms = gradients.norms
     averages = torch.where(gradients.averages > 0, gradients.averages, norms)
     limits = settings.max_grad_norm_ratio * averages
-    factors = (limits / (norms + 1e-6)).clamp(max=1.0)
+    is_clipped = norms > limits
+    factors = torch.where(is_clipped, limits / norms, 1.0)
     torch._foreach_mul_(gradients.local, factors.unbind())
 
     new_share = 1 - max(settings.beta1, settings.beta2)
     averages = averages.lerp(norms * factors, new_share)
     assign_unless(gradients.skip, gradients.averages, averages)
-    return Clipped(divisor=torch.ones_like(norms[0]), clipped=norms > limits)
+    return Clipped(divisor=torch.ones_like(norms[0]), clipped=is_clipped)
 
 
 CLIPS = {"norm": clip_norm, "adaptive": clip_adaptive}
