@@ -20,12 +20,6 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 
-class NotFinite(RuntimeError):
-    """The model computes values that are not finite."""
-
-    exit_status = 1
-
-
 @dataclass(frozen=True)
 class RopeScaling:
     """Slower rotations for long contexts, as in Llama 3.1: see `scale_frequencies`."""
@@ -83,88 +77,6 @@ class ModelConfig:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
 
 
-# Fields that change what the weights mean, but not their names and shapes
-MEANINGS = ("n_head", "n_kv_head", "rope_theta", "rope_scaling", "norm_eps")
-
-
-def weights_fit(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models have the same weights, by their names and shapes, and their meaning."""
-    if any(getattr(one, name) != getattr(other, name) for name in MEANINGS):
-        return False
-    first, second = (
-        {name: weight.shape for name, weight in meta_model(config).named_parameters()}
-        for config in (one, other)
-    )
-    return first == second
-
-
-def check_fields(what: str, cls: type, fields: dict) -> None:
-    """Raise ValueError if `fields` lacks required fields of a dataclass, or has unknown ones."""
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    required = [name for name in known if known[name].default is dataclasses.MISSING]
-    missing = ", ".join(name for name in required if name not in fields)
-    unknown = ", ".join(name for name in fields if name not in known)
-    if missing or unknown:
-        raise ValueError(
-            f"its {what} does not match this code: "
-            f"missing fields: {missing or 'none'}; unknown fields: {unknown or 'none'}"
-        )
-
-
-LLAMA3_SHAPE = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
-
-SIZES = {
-    # 4 blocks of 4 * 128^2 + 3 * 128 * 352 weights: two laptop cores train it in two minutes
-    "tiny": ModelConfig(257, n_layer=4, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128),
-    # GPT-2's depth, width and vocabulary. SwiGLU has three matrices where GPT-2's MLP has two:
-    # 3 * 768 * 2048 = 2 * 768 * 3072
-    "gpt2-124m": ModelConfig(
-        50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048, seq_len=1024
-    ),
-    "tinyllama-1.1b": ModelConfig(
-        32000, n_layer=22, n_head=32, n_kv_head=4, d_model=2048, d_ff=5632, seq_len=2048, tied=False
-    ),
-    "olmo-1b": ModelConfig(
-        50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048
-    ),
-    "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3_SHAPE),
-    "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3_SHAPE),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The flags of the model, beside those of ModelConfig; config.py explains the annotations."""
-
-    model: Annotated[
-        Literal[tuple(SIZES)] | None,
-        "part",
-        "named size (default: tiny, or that of --init_from); --n_layer ... override its parts",
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        "part",
-        "compute dtype; auto: bfloat16 if the hardware supports it",
-    ] = "auto"
-    loss_chunks: Annotated[
-        int | None, "free", "compute logits and loss in N chunks of tokens (default: by size)", (1,)
-    ] = None
-
-
-def size_flags() -> type:
-    """The class of flags that override fields of ModelConfig: None unless they are given."""
-    flags = []
-    for name, hint in get_type_hints(ModelConfig, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            kind, *metadata = get_args(hint)
-            flags.append((name, Annotated[(kind | None, *metadata)], None))
-    return dataclasses.make_dataclass("SizeFlags", flags, frozen=True, kw_only=True)
-
-
-SizeFlags = size_flags()
-SizeFlags.__module__ = __name__  # so that --help lists them as flags of this file
-
-
 @wrap_torch_function(lambda x: (x,))
 def is_gpu(x: Tensor) -> bool:
     """Whether to use kernels for GPUs. A TorchFunctionMode of estimate.py overrides this."""
@@ -209,8 +121,8 @@ class RMSNorm(nn.RMSNorm):
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
     """Return cos and sin of position x frequency (RoPE, Su et al. 2021), (2, T, d_head) in float32.
 
-    Both elements of a pair have the same angle; sin is negated for the first. The table is built in
-    every forward. It costs little compared with a block, and avoids a buffer to place on the mesh.
+    Both elements of a pair have the same angle. The table is built in every forward, because it
+    costs little compared with a block, and a buffer would have to be placed on the mesh.
     """
     d_head = config.d_model // config.n_head
     exponents = -torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head
@@ -219,6 +131,7 @@ def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
         frequencies = scale_frequencies(frequencies, config.rope_scaling)
     positions = torch.arange(T, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # (T, d_head / 2)
+    # -angle for the first of a pair: cos stays, and sin changes its sign
     angles = torch.cat((-angles, angles), dim=-1)  # (T, d_head)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -466,6 +379,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 # Generation
 
 
+class NotFinite(RuntimeError):
+    """The model computes values that are not finite."""
+
+    exit_status = 1
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How `generate` draws tokens, and when it stops. See `draw`."""
@@ -539,3 +458,88 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
         probabilities[tokens[before >= sampling.top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes and flags
+
+LLAMA3_SHAPE = dict(vocab_size=128256, n_kv_head=8, seq_len=8192, rope_theta=500_000.0, tied=False)
+
+SIZES = {
+    # 4 blocks of 4 * 128^2 + 3 * 128 * 352 weights: two laptop cores train it in two minutes
+    "tiny": ModelConfig(257, n_layer=4, n_head=4, n_kv_head=4, d_model=128, d_ff=352, seq_len=128),
+    # GPT-2's depth, width and vocabulary. SwiGLU has three matrices where GPT-2's MLP has two:
+    # 3 * 768 * 2048 = 2 * 768 * 3072
+    "gpt2-124m": ModelConfig(
+        50257, n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048, seq_len=1024
+    ),
+    "tinyllama-1.1b": ModelConfig(
+        32000, n_layer=22, n_head=32, n_kv_head=4, d_model=2048, d_ff=5632, seq_len=2048, tied=False
+    ),
+    "olmo-1b": ModelConfig(
+        50304, n_layer=16, n_head=16, n_kv_head=16, d_model=2048, d_ff=8192, seq_len=2048
+    ),
+    "llama3-8b": ModelConfig(n_layer=32, n_head=32, d_model=4096, d_ff=14336, **LLAMA3_SHAPE),
+    "llama3-70b": ModelConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28672, **LLAMA3_SHAPE),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of the model, beside those of ModelConfig; config.py explains the annotations."""
+
+    model: Annotated[
+        Literal[tuple(SIZES)] | None,
+        "part",
+        "named size (default: tiny, or that of --init_from); --n_layer ... override its parts",
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        "part",
+        "compute dtype; auto: bfloat16 if the hardware supports it",
+    ] = "auto"
+    loss_chunks: Annotated[
+        int | None, "free", "compute logits and loss in N chunks of tokens (default: by size)", (1,)
+    ] = None
+
+
+def size_flags() -> type:
+    """The class of flags that override fields of ModelConfig: None unless they are given."""
+    flags = []
+    for name, hint in get_type_hints(ModelConfig, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, *metadata = get_args(hint)
+            flags.append((name, Annotated[(kind | None, *metadata)], None))
+    return dataclasses.make_dataclass("SizeFlags", flags, frozen=True, kw_only=True)
+
+
+SizeFlags = size_flags()
+SizeFlags.__module__ = __name__  # so that --help lists them as flags of this file
+
+
+# Fields that change what the weights mean, but not their names and shapes
+MEANINGS = ("n_head", "n_kv_head", "rope_theta", "rope_scaling", "norm_eps")
+
+
+def weights_fit(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models have the same weights, by their names and shapes, and their meaning."""
+    if any(getattr(one, name) != getattr(other, name) for name in MEANINGS):
+        return False
+    first, second = (
+        {name: weight.shape for name, weight in meta_model(config).named_parameters()}
+        for config in (one, other)
+    )
+    return first == second
+
+
+def check_fields(what: str, cls: type, fields: dict) -> None:
+    """Raise ValueError if `fields` lacks required fields of a dataclass, or has unknown ones."""
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    required = [name for name in known if known[name].default is dataclasses.MISSING]
+    missing = ", ".join(name for name in required if name not in fields)
+    unknown = ", ".join(name for name in fields if name not in known)
+    if missing or unknown:
+        raise ValueError(
+            f"its {what} does not match this code: "
+            f"missing fields: {missing or 'none'}; unknown fields: {unknown or 'none'}"
+        )
