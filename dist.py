@@ -141,7 +141,10 @@ def mesh_shape(
     if strategy == "hsdp":
         if dp_replicate is None and dp_shard is None:
             dp_shard = max(1, local_size // tp)  # within a host, where links are fast
-        shape = (dp_replicate or dp_size // dp_shard, dp_shard or dp_size // dp_replicate)
+        shape = (
+            dp_replicate or max(1, dp_size // dp_shard),
+            dp_shard or max(1, dp_size // dp_replicate),
+        )
     else:
         shape = {"single": (1, 1), "ddp": (dp_size, 1), "fsdp": (1, dp_size)}[strategy]
         if (dp_replicate or shape[0], dp_shard or shape[1]) != shape:
@@ -185,246 +188,6 @@ def dp_rank(mesh: DeviceMesh) -> int:
     replicate_rank = mesh.get_local_rank("dp_replicate")
     shard_rank = mesh.get_local_rank("dp_shard")
     return replicate_rank * mesh["dp_shard"].size() + shard_rank
-
-
-# --------------------------------------------------------------------------------------------------
-# Joining the other ranks
-
-RENDEZVOUS_ERRORS = (torch.distributed.DistNetworkError, torch.distributed.DistStoreError)
-# What launchers other than torchrun tell each of several processes: how many there are
-NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def refuse_other_launchers() -> None:
-    """Raise MeshError in one of several processes that torchrun did not start.
-
-    Without this, each of them would train alone, in a run of one process.
-    """
-    if is_torchruns():
-        return
-    for name in NUMBERS_OF_PROCESSES:
-        number = os.environ.get(name, "1")
-        if number != "1":
-            raise MeshError(
-                f"{name} is {number}, but torchrun did not start this process: start the ranks "
-                "with torchrun --nproc_per_node N; under Slurm, one torchrun per node: srun "
-                "--ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc_per_node N "
-                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id $SLURM_JOB_ID"
-            )
-
-
-def spans_hosts() -> bool:
-    """Whether this job has ranks on several hosts."""
-    sizes = [os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-    return is_torchruns() and sizes[0] != sizes[1]
-
-
-def is_torchruns() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def start(
-    device: str = "cpu",
-    timeout: timedelta = torch.distributed.default_pg_timeout,
-    join_timeout: timedelta | None = None,
-    backend: str | None = None,
-    lazy: bool = False,
-) -> World:
-    """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
-
-    There is always a group, so that no code needs a special case for one process.
-
-    device          "cpu", "cuda" for the GPU of this local rank, "auto" for it if there are GPUs,
-                    or one GPU, such as "cuda:0"
-    timeout         of collectives
-    join_timeout    of finding the other ranks (default: `timeout`)
-    backend         "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for them
-    lazy            gloo connects two ranks when one first sends to the other, so that thousands of
-                    ranks start quickly. A rank then waits forever for one that left before they
-                    were connected: use this only with a watchdog
-
-    Raises MeshError, and ConnectionError if the ranks do not find each other.
-    """
-    rank, size, local_rank, local_size = 0, 1, 0, 1
-    if is_torchruns():
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    place = find_device(device, local_rank, local_size)
-    prepare_process(place, lazy)
-    progress.report(0, "starting", is_slow=True)
-    try:
-        store = find_store(rank, join_timeout or timeout)
-        # Cloned now: cloning connects to the store's server, which may have ended later.
-        clone = store.clone()
-        world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
-        join_group(world, store)
-    except RENDEZVOUS_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        raise ConnectionError(
-            f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {meeting_point()}: {reason}"
-        ) from None
-    except RuntimeError as error:
-        if "Unable to find address for" not in str(error):
-            raise
-        raise MeshError(
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} names no network interface "
-            "of this host: ip addr lists them; gloo takes their names, and not NCCL's ^"
-        ) from None
-    return world
-
-
-def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
-    """Return the device of this process (see `start`). Raises MeshError."""
-    gpus = torch.cuda.device_count()
-    if name not in ("auto", "cuda"):
-        return torch.device(name)
-    if name == "auto" and not gpus:
-        return torch.device("cpu")
-    if not gpus:
-        raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
-    if local_size > gpus:
-        raise MeshError(
-            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
-            f"use --nproc_per_node {gpus}"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def prepare_process(device: torch.device, lazy: bool = False) -> None:
-    """Set this process's end and its environment, before it joins a group (see `start`)."""
-    if is_torchruns() and sys.platform == "linux":
-        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun, which started it, dies.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if lazy:
-        # Otherwise each of N ranks reads N address lists of 154 + 8 N bytes from the store at the
-        # start: 552 GB for N = 4,096.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # A request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
-    # would find it again after a restart, and end the new and healthy attempt.
-    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    if device.type == "cuda" and may_restart:
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-
-
-def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
-    """Return the store in which torchrun's ranks find each other, or one for a single process."""
-    if not is_torchruns():
-        return torch.distributed.HashStore()
-    # torchrun --max-restarts keeps its store and, in it, the addresses of ranks that died. So torch
-    # prefixes keys with the attempt. Agents that joined later count fewer attempts: if hosts come
-    # and go, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
-    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    store = torch.distributed.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
-    if store.add(f"joined {rank}", 1) > 1:
-        raise MeshError(
-            f"another run uses MASTER_ADDR:MASTER_PORT, {meeting_point()}, and has a rank {rank}: "
-            "give torchrun another --master-port, or another --rdzv-endpoint"
-        )
-    return store
-
-
-def meeting_point() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-
-def join_group(world: World, store: torch.distributed.Store) -> None:
-    """Create torch's default process group of all ranks, which find each other through `store`.
-
-    gloo carries CPU tensors and Python objects, and NCCL carries CUDA tensors.
-    """
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.uses_nccl else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=world.timeout,
-        device_id=world.device if world.uses_nccl else None,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The hardware of the ranks
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The ranks and their hardware: rank 0's, but with the memory of the smallest device."""
-
-    world_size: int
-    local_size: int  # ranks per host
-    device_type: str  # cpu or cuda
-    device_name: str
-    device_memory: int  # bytes in all: of the rank's GPU, or its share of the host's memory
-    has_bfloat16: bool  # whether the hardware multiplies in bfloat16, instead of emulating it
-
-
-def read_machine(world: World) -> Machine:
-    """Describe this rank's hardware."""
-    if world.device.type == "cuda":
-        device_memory = torch.cuda.get_device_properties(world.device).total_memory
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        device_memory = host_memory // world.local_size
-        capabilities = torch.cpu.get_capabilities()
-        has_bfloat16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-    return Machine(
-        world_size=world.size,
-        local_size=world.local_size,
-        device_type=world.device.type,
-        device_name=device_name(world.device),
-        device_memory=device_memory,
-        has_bfloat16=has_bfloat16,
-    )
-
-
-def find_machine(world: World) -> Machine:
-    """Return the machine for which all ranks resolve the run. All ranks call it."""
-    machines = on_all_ranks(read_machine, world)
-    smallest = min(machine.device_memory for machine in machines)
-    return dataclasses.replace(machines[0], device_memory=smallest)
-
-
-def describe_ranks(world: World) -> dict:
-    """Describe the ranks of a start and rank 0's place, for the log."""
-    return {
-        "host": socket.gethostname(),
-        "ranks": world.size,
-        "ranks_per_host": world.local_size,
-        "device": device_name(world.device),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
-
-
-def refuse_emulated_bfloat16(world: World) -> None:
-    """Raise MeshError with this rank's number unless its hardware multiplies in bfloat16."""
-    if not read_machine(world).has_bfloat16:
-        raise MeshError(
-            f"the run computes in bfloat16, which the hardware of rank {world.rank} on "
-            f"{socket.gethostname()} only emulates: give --dtype bfloat16 to emulate it, or "
-            "--dtype float32"
-        )
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next step, as torch does on GPUs.
-
-    By default it returns large blocks to the kernel, which clears every page before it provides it
-    again. That took a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
-        mallopt(-4, 0)  # M_MMAP_MAX: large blocks also come from the heap
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there
 
 
 # --------------------------------------------------------------------------------------------------
@@ -534,7 +297,8 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
     micro_batch: gradients stay sharded, 4 bytes x parameters / dp_shard, but the traffic is
         grad_accum_steps times as high.
     shard: suits hsdp with fast links within dp_shard. It needs as little memory as micro_batch and,
-        between hosts, as little traffic as batch. Of other strategies it is micro_batch.
+        between hosts, as little traffic as batch. With fsdp and ddp it is like micro_batch, but
+        ddp with tp is hsdp with one shard.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
@@ -577,9 +341,9 @@ def weights_replaced(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[N
     drop_gathered(model)
     weights = {name: p.detach() for name, p in model.named_parameters() if name in tensors}
     kept = {name: weight.clone() for name, weight in weights.items()}
-    for name, weight in weights.items():
-        weight.copy_(tensors[name])
     try:
+        for name, weight in weights.items():
+            weight.copy_(tensors[name])
         yield
     finally:
         drop_gathered(model)
@@ -706,17 +470,18 @@ SAVED_OPERATIONS = [
 ]
 
 
-def selective_contexts(c, tp: int) -> tuple:
+def selective_contexts(config, tp: int) -> tuple:
     """Return the contexts of a block's forward and recomputation: see checkpoint_activations.
 
-    Called in each forward of a block, and when a block is compiled; then no tensor is a DTensor.
+    Called in each forward of a block. A block that is compiled calls it once, when it is compiled
+    and tensors are plain ones in place of DTensors.
     """
     # Backward does not need the result of mlp.down, which is only added to the residual stream.
-    recomputed = [(c.d_ff // tp, c.d_model)]  # shapes of weights, (in, out)
+    recomputed = [(config.d_ff // tp, config.d_model)]  # shapes of weights, (in, out)
     if tp > 1:
         # attention.out computes a partial sum as large as the full output. The result of its
         # reduce_scatter is kept instead, which is only 1 / tp as large.
-        recomputed.append((c.d_model // tp, c.d_model))
+        recomputed.append((config.d_model // tp, config.d_model))
     scattered = collections.Counter()
 
     def is_saved(context, operator, *args, **kwargs) -> bool:
@@ -731,30 +496,30 @@ def selective_contexts(c, tp: int) -> tuple:
     return create_selective_checkpoint_contexts(is_saved)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str, c, tp: int = 1) -> None:
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str, config, tp: int = 1) -> None:
     """Keep fewer activations of each block and recompute the rest in backward (Chen et al. 2016).
 
     full keeps only the input of a block and costs a third more compute. selective keeps results of
-    matrix products and attention and recomputes the rest (Korthikanti et al. 2022). `c` is the
-    model's config.
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022). `config` is the
+    model's.
     """
     # By default checkpoint() also restores the random generators, so that dropout in a fork drops
     # the same elements when a block is computed again.
     options = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(selective_contexts, c, tp)
+        options["context_fn"] = functools.partial(selective_contexts, config, tp)
     for block in blocks:  # replaces forward only, so that parameters keep their names
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 def modules_to_compile(model: nn.Module, run: Settings) -> list[nn.Module]:
     """Return the parts of the model that are compiled: its blocks and the loss of a chunk."""
-    *_, loss = model.head.loss.modules()
     if run.tp > 1:
         # Inductor silently gave wrong losses under loss_parallel() (torch 2.13, CPU).
         return [*model.blocks]
     if run.strategy == "single" and len(model.blocks) <= 4 and run.loss_chunks == 1:
         return [model]  # deeper models gain nothing and take longer to compile
+    *_, loss = model.head.loss.modules()  # in a chunked loss, the loss of a chunk
     return [*model.blocks, loss]
 
 
@@ -791,11 +556,247 @@ def compiled_for_one_shape(forward: Callable) -> Callable:
 
 
 # --------------------------------------------------------------------------------------------------
+# Joining the other ranks
+
+RENDEZVOUS_ERRORS = (torch.distributed.DistNetworkError, torch.distributed.DistStoreError)
+# What launchers other than torchrun tell each of several processes: how many there are
+NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def refuse_other_launchers() -> None:
+    """Raise MeshError in one of several processes that torchrun did not start.
+
+    Without this, each of them would train alone, in a run of one process.
+    """
+    if torch.distributed.is_torchelastic_launched():
+        return
+    for name in NUMBERS_OF_PROCESSES:
+        number = os.environ.get(name, "1")
+        if number != "1":
+            raise MeshError(
+                f"{name} is {number}, but torchrun did not start this process: start the ranks "
+                "with torchrun --nproc_per_node N; under Slurm, one torchrun per node: srun "
+                "--ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc_per_node N "
+                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id $SLURM_JOB_ID"
+            )
+
+
+def spans_hosts() -> bool:
+    """Whether this job has ranks on several hosts."""
+    sizes = [os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    return torch.distributed.is_torchelastic_launched() and sizes[0] != sizes[1]
+
+
+def start(
+    device: str = "cpu",
+    timeout: timedelta = torch.distributed.default_pg_timeout,
+    join_timeout: timedelta | None = None,
+    backend: str | None = None,
+    lazy: bool = False,
+) -> World:
+    """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
+
+    There is always a group, so that no code needs a special case for one process.
+
+    device          "cpu", "cuda" for the GPU of this local rank, "auto" for it if there are GPUs,
+                    or one GPU, such as "cuda:0"
+    timeout         of collectives
+    join_timeout    of finding the other ranks (default: `timeout`)
+    backend         "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for them
+    lazy            gloo connects two ranks when one first sends to the other, so that thousands of
+                    ranks start quickly. A rank then waits forever for one that left before they
+                    were connected: use this only with a watchdog
+
+    Raises MeshError, and ConnectionError if the ranks do not find each other.
+    """
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    if torch.distributed.is_torchelastic_launched():
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    place = find_device(device, local_rank, local_size)
+    prepare_process(place, lazy)
+    progress.report(0, "starting", is_slow=True)
+    try:
+        store = find_store(rank, join_timeout or timeout)
+        # Cloned now, because a clone connects to the store's server, which may be gone later.
+        clone = store.clone()
+        world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
+        join_group(world, store)
+    except RENDEZVOUS_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(
+            f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {meeting_point()}: {reason}"
+        ) from None
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        raise MeshError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} names no network interface "
+            "of this host: ip addr lists them; gloo takes their names, and not NCCL's ^"
+        ) from None
+    return world
+
+
+def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of this process (see `start`). Raises MeshError."""
+    gpus = torch.cuda.device_count()
+    if name not in ("auto", "cuda"):
+        return torch.device(name)
+    if name == "auto" and not gpus:
+        return torch.device("cpu")
+    if not gpus:
+        raise MeshError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+    if local_size > gpus:
+        raise MeshError(
+            f"{local_size} processes were started on this host, which has {gpus} GPUs: "
+            f"use --nproc_per_node {gpus}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def prepare_process(device: torch.device, lazy: bool = False) -> None:
+    """Make this process end with torchrun, and set what torch reads when it joins a group."""
+    if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
+        # PR_SET_PDEATHSIG: Linux kills this rank when torchrun, which started it, dies.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if lazy:
+        # Otherwise each of N ranks reads N address lists of 154 + 8 N bytes from the store at the
+        # start: 552 GB for N = 4,096.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # A request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
+    # would find it again after a restart, and end the new and healthy attempt.
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if device.type == "cuda" and may_restart:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
+def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
+    """Return the store in which torchrun's ranks find each other, or one for a single process."""
+    if not torch.distributed.is_torchelastic_launched():
+        return torch.distributed.HashStore()
+    # torchrun --max-restarts keeps its store and, in it, the addresses of ranks that died. So torch
+    # prefixes keys with the attempt. Agents that joined later count fewer attempts, so their ranks
+    # would look under other keys and never meet the rest: if hosts come and go,
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    store = torch.distributed.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+    if store.add(f"joined {rank}", 1) > 1:
+        raise MeshError(
+            f"another run uses MASTER_ADDR:MASTER_PORT, {meeting_point()}, and has a rank {rank}: "
+            "give torchrun another --master-port, or another --rdzv-endpoint"
+        )
+    return store
+
+
+def meeting_point() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def join_group(world: World, store: torch.distributed.Store) -> None:
+    """Create torch's default process group of all ranks, which find each other through `store`.
+
+    gloo carries CPU tensors and Python objects, and NCCL carries CUDA tensors.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.uses_nccl else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=world.timeout,
+        device_id=world.device if world.uses_nccl else None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The hardware of the ranks
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks and their hardware: rank 0's, but with the memory of the smallest device."""
+
+    world_size: int
+    local_size: int  # ranks per host
+    device_type: str  # cpu or cuda
+    device_name: str
+    device_memory: int  # bytes in all: of the rank's GPU, or its share of the host's memory
+    has_bfloat16: bool  # whether the hardware multiplies in bfloat16, instead of emulating it
+
+
+def read_machine(world: World) -> Machine:
+    """Describe this rank's hardware."""
+    if world.device.type == "cuda":
+        device_memory = torch.cuda.get_device_properties(world.device).total_memory
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device_memory = host_memory // world.local_size
+        capabilities = torch.cpu.get_capabilities()
+        has_bfloat16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return Machine(
+        world_size=world.size,
+        local_size=world.local_size,
+        device_type=world.device.type,
+        device_name=device_name(world.device),
+        device_memory=device_memory,
+        has_bfloat16=has_bfloat16,
+    )
+
+
+def find_machine(world: World) -> Machine:
+    """Return rank 0's machine, with the memory of the smallest device, on all ranks."""
+    machines = on_all_ranks(read_machine, world)
+    smallest = min(machine.device_memory for machine in machines)
+    return dataclasses.replace(machines[0], device_memory=smallest)
+
+
+def describe_ranks(world: World) -> dict:
+    """Describe the ranks of a start, and this rank's host and device, for the log."""
+    return {
+        "host": socket.gethostname(),
+        "ranks": world.size,
+        "ranks_per_host": world.local_size,
+        "device": device_name(world.device),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+
+
+def refuse_emulated_bfloat16(world: World) -> None:
+    """Raise MeshError with this rank's number unless its hardware multiplies in bfloat16."""
+    if not read_machine(world).has_bfloat16:
+        raise MeshError(
+            f"the run computes in bfloat16, which the hardware of rank {world.rank} on "
+            f"{socket.gethostname()} only emulates: give --dtype bfloat16 to emulate it, or "
+            "--dtype float32"
+        )
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory for the next step, as torch does on GPUs.
+
+    By default it returns large blocks to the kernel, which clears every page before it provides it
+    again. That took a fifth of a step of gpt2-124m. Other C libraries have no mallopt.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, gloo's included
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks also come from the heap
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory stays there
+
+
+# --------------------------------------------------------------------------------------------------
 # Stopping together
 
 
 class StopRequest:
-    """Tells all ranks in the same step, within two steps, that one of them got a signal to stop.
+    """Makes all ranks stop after the same step, at most two steps after one of them got a signal.
 
     In its context, signal handlers replace those of the process, and only set a flag. A rank that
     got a signal tells rank 0 through the store. In each step, rank 0 broadcasts whether there is a
@@ -830,14 +831,18 @@ class StopRequest:
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True
-        if not is_torchruns():  # torchrun forwards the Ctrl-C that the terminal sends as well
+        if (
+            not torch.distributed.is_torchelastic_launched()
+        ):  # torchrun forwards the Ctrl-C that the terminal sends as well
             # Without torchrun, a second Ctrl-C ends the run at once.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def poll(self) -> bool:
         """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
         self.wait()
-        any_rank = bool(self.flag.numpy()[0])  # not .item(), which --profile counts as a host sync
+        was_requested = bool(
+            self.flag.numpy()[0]
+        )  # not .item(), which --profile counts as a host sync
         if self.signalled:
             self.store.set("stop requested", "")
         is_requested = self.rank == 0 and self.store.check(["stop requested"])
@@ -845,7 +850,7 @@ class StopRequest:
         broadcast = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
         barrier = torch.distributed.barrier(self.group, async_op=True)
         self.in_flight = [broadcast, barrier]
-        return any_rank
+        return was_requested
 
     def agree(self) -> bool:
         """Return whether any rank got a signal. The hosts wait for each other, not for devices."""
