@@ -103,7 +103,7 @@ class Source(Protocol):
 class Sequences(Protocol):
     """One split of a source."""
 
-    bytes_per_token: float  # of its text, for bits per byte; nan: unknown
+    bytes_per_token: float  # of the validation text, for bits per byte; nan: unknown
 
     def __len__(self) -> int: ...
 
@@ -168,14 +168,14 @@ class TokenDataset:
 
     def __getitem__(self, indices: list[int]) -> Tensor:
         batch = np.empty((len(indices), self.seq_len + 1), self.folder.dtype)
-        # Mapping the file for each batch would take twice as long. pread needs no position, which
-        # threads would share.
+        # Mapping the file for each batch would take twice as long. preadv is told where to read, so
+        # threads share no position in the file.
         for row, n in zip(batch, indices):
             start = self.window(n) * self.seq_len * batch.itemsize
             with as_data_changed(self.file):
                 size = os.preadv(self.descriptor, [row], start)
             if size < row.nbytes:
-                raise DataChanged(f"{self.file} was cut while it was read; {RESTORE}")
+                raise DataChanged(f"{self.file} was truncated while it was read; {RESTORE}")
         check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch.astype(np.int64))
 

@@ -1,9 +1,9 @@
 """Train a language model: torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
-One step of two ranks with fsdp, which gathers a few blocks at a time, a unit. Between steps each
-rank holds half of every tensor.
+One step of two ranks with fsdp, which gathers the weights of one unit, a few blocks, at a time.
+Between steps each rank holds half of every tensor.
 
-    forward    per unit: all_gather the weights, compute, free them
+    forward    per unit: all_gather the weights, compute, free them (the last unit keeps them)
     backward   per unit: all_gather the weights, compute, free them;
                in the last micro-batch: reduce_scatter the gradients
     update     norms of the halves: one small all_reduce; clip; each rank updates its halves
@@ -42,7 +42,7 @@ from start import Start, describe_evaluation, local_train_indices, start_run, wr
 
 @dataclass
 class State:
-    """What a step changes. A checkpoint stores all but the loss."""
+    """What a step changes. A checkpoint stores step, tokens and tensors."""
 
     step: int  # the last finished step, or the one in progress
     tokens: int  # of all steps
@@ -87,8 +87,9 @@ def evaluate(
 ) -> float | None:
     """Return the mean loss over the fixed validation set, in nats per token.
 
-    Every rank takes part in every forward, with weight 0 once it has no sequences left. Returns
-    None on all ranks after the batch in which one of them got a signal to stop.
+    Every rank takes part in every forward: once it has no sequences left, it computes sequence 0
+    with weight 0. Returns None on all ranks after the batch in which one of them got a signal to
+    stop.
     """
     total = 0.0
     progress.report(state.step, "evaluating", is_slow=True)  # the first forward may compile
@@ -338,25 +339,36 @@ def open_log(state: State, run: Run, start: Start) -> Log:
             if start.world.rank == 0:
                 send = open_tracker(out, run.manifest["config"], read_starts(out))
     dist.on_rank0(write_config, run)
-    is_lost = start.lock.is_lost if start.lock else None
-    flops_per_token = estimate.flops_per_token(run.model_config)
-    since = (state.step, state.tokens, start.began)
-    log = Log(out, run, start.world.device, flops_per_token, *since, send, is_lost)
+    log = Log(
+        out,
+        run,
+        start.world.device,
+        flops_per_token=estimate.flops_per_token(run.model_config),
+        step=state.step,
+        tokens=state.tokens,
+        began=start.began,
+        send=send,
+        is_lost=start.lock.is_lost if start.lock else None,
+    )
     log.start(dist.describe_ranks(start.world) | run.manifest | {"notes": start.notes})
     return log
 
 
 def open_saver(run: Run, start: Start) -> checkpoint.Saver:
     origin = start.origin
-    verified = None if origin.only_weights else origin.path
-    files = start.source.tokenizer_file, verified
-    keep = Path(run.out), run.keep_last, run.keep_every
+    options = dict(
+        run=Path(run.out),
+        keep_last=run.keep_last,
+        keep_every=run.keep_every,
+        extra_files=start.source.tokenizer_file,
+        verified=None if origin.only_weights else origin.path,
+    )
     if not run.async_save:
-        return checkpoint.Saver(*keep, dist.on_all_ranks, *files)
+        return checkpoint.Saver(**options, on_all_ranks=dist.on_all_ranks)
     errors.need_extra("async_save", "--async_save")
     from extras.async_save import AsyncSaver
 
-    return AsyncSaver(*keep, start.world.timeout, *files)
+    return AsyncSaver(**options, timeout=start.world.timeout)
 
 
 def profile_steps(run: Run, start: Start, batches: MicroBatches, in_flight: list):
@@ -432,7 +444,7 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
     try:
         yield
     except Exception as error:  # not the Ctrl-C that ends a run at once
-        if isinstance(error, Diverged):  # on all ranks, which so complete a save that has begun
+        if isinstance(error, Diverged):  # on all ranks, so they can complete a save that has begun
             saver.wait()
             log.checkpoints(saver.take_rows())
         log.end(state.step, "failed", str(error).partition("\n")[0])
@@ -442,8 +454,6 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
 def print_sample(state: State, run: Run, start: Start) -> None:
     """Print how the model continues the start of the validation set. All ranks call it."""
     source = start.source
-    (sequence,) = start.val_data[[0]].tolist()
-    tokens = sequence[: max(1, run.seq_len // 4)]
     size = dict(
         seq_len=run.seq_len, vocab_size=source.vocab_size, device=start.world.device, tp=run.tp
     )
@@ -451,6 +461,8 @@ def print_sample(state: State, run: Run, start: Start) -> None:
     # The run is complete, so exit_status=0, and an error is only part of what is printed.
     progress.report(state.step, "sampling", is_slow=True, exit_status=0)
     try:
+        (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
+        tokens = sequence[: max(1, run.seq_len // 4)]
         for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
             tokens.append(token)
             progress.report(state.step, "sampling", is_slow=True, exit_status=0)
@@ -517,7 +529,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         done = f"{run.out} is finished, step {origin.step} of {run.max_steps}"
         say(f"{done}: raise --max_steps, or choose another --out", *indented(start.notes))
         return 0
-    state = build(run, start.mesh)
+    state = build(run, start.mesh, init_weights=origin.path is None)
     load(state, start)
     if difference := compare_replicas(state, run):
         raise errors.UsageError(f"{difference}: start all ranks with the same code and data")
@@ -549,8 +561,8 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
     ]
     if run.device == "cuda" and not run.compile:
         lines.append(
-            "        --compile is off: according to tools.plan, elementwise operations, which it "
-            "fuses, take 22% of a step of llama3-8b on 64 H100s and 41% of gpt2-124m on 8 A100s"
+            "        --compile is off: it fuses elementwise operations, so that steps are faster "
+            "after a longer start"
         )
     for line in start.train_data.describe(run.max_steps * run.global_batch_size):
         lines.append(f"data    {line}")
@@ -559,7 +571,9 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
     total = sum(memory.values())
     lines.append(f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB")
     if "activations" not in memory:
-        lines.append("        and activations, which are unknown: the model needs values to run")
+        lines.append(
+            "        and activations, which are unknown, because this model's forward reads values"
+        )
     lines += indented(describe_defaults(run))
     lines += indented(f"passed over {path}: {why}" for path, why in origin.damaged.items())
     how = "a new run with the weights of" if origin.only_weights else "continuing from"

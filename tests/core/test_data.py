@@ -152,7 +152,7 @@ def test_a_file_that_is_written_to_is_noticed(tmp_path):
     with pytest.raises(data.DataError, match="train.bin was changed while it was read; restore"):
         dataset.raise_if_changed()
     os.truncate(folder / "train.bin", 100)
-    with pytest.raises(data.DataError, match="train.bin was cut while it was read; restore"):
+    with pytest.raises(data.DataError, match="train.bin was truncated while it was read; restore"):
         dataset[[5]]
 
 
