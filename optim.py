@@ -207,13 +207,15 @@ class Optimizer:
             self.slots[slot] = dict(zip(names, tensors))
 
     @torch.no_grad()
-    def step(self, step: int, lr: float, measure: bool = False) -> dict:
+    def step(
+        self, step: int, lr: float, measure: bool = False
+    ) -> tuple[dict, ParameterTable | None]:
         """Update the weights from their gradients, then free or zero the gradients.
 
         `step` is counted from 1; `lr` is the step's learning rate. Returns a dict with lr and, as
         0-d tensors on the device, grad_norm (of the full gradient before clipping) and integers:
-        clipped (1 if any gradient was), skipped_steps (so far) and skipped_in_a_row. `measure` adds
-        "parameters", a ParameterTable, with one more collective if weights are sharded.
+        clipped (1 if any gradient was), skipped_steps (so far) and skipped_in_a_row. With
+        `measure`, also returns statistics, for one more collective if weights are sharded.
         """
         gradients = self.local_gradients()
         (squared_norms,) = self.all_reduce_squares(gradients)  # (n,)
@@ -246,9 +248,8 @@ class Optimizer:
             "skipped_steps": self.skipped_steps.int(),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        if measure:
-            values["parameters"] = self.parameter_stats(norms, old_weights, clipped)
-        return values
+        table = self.parameter_stats(norms, old_weights, clipped) if measure else None
+        return values, table
 
     def local_gradients(self) -> list[Tensor]:
         """This rank's parts of the n gradients; an empty tensor for a parameter without one."""

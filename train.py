@@ -39,6 +39,13 @@ from log import Diverged, Log, is_due, read_starts, say
 from model import Sampling, Transformer, eval_mode, generate, meta_model
 from start import Start, describe_evaluation, local_train_indices, start_run, write_config
 
+# Most functions take a run, a state and a start:
+#
+#     run      the flags, and what follows from them (config.py)
+#     state    what a step changes
+#     start    the place of this process, and what it has opened: its rank and device, the mesh, the
+#              data, the checkpoint to load, the lock on the run's folder (start.py)
+
 
 @dataclass
 class State:
@@ -53,11 +60,13 @@ class State:
     loss: Tensor | None = None  # 0-d, of this rank's sequences in the last step
 
 
-def train_step(state: State, batches: Iterator[Tensor], run: Run) -> tuple[dict, object]:
+def train_step(
+    state: State, batches: Iterator[Tensor], run: Run
+) -> tuple[dict, optim.ParameterTable | None]:
     """Train on one global batch. The host queues the work and does not wait for the device.
 
-    `batches` yields this rank's micro-batches (B, T + 1). Returns the columns of a log row (see
-    log.Log.row) and, when it is due, an optim.ParameterTable.
+    `batches` yields this rank's micro-batches (B, T + 1). Returns the columns of a log row and,
+    when they are due, statistics of parameters.
     """
     n = run.grad_accum_steps
     loss = 0
@@ -76,8 +85,8 @@ def train_step(state: State, batches: Iterator[Tensor], run: Run) -> tuple[dict,
     lr = optim.learning_rate(state.step, run)
     measure = is_due(state.step, run.optim_metrics_interval)
     # Clip the gradients, and update the weights
-    update = state.optimizer.step(state.step, lr, measure)
-    table = update.pop("parameters", None)
+    update, table = state.optimizer.step(state.step, lr, measure)
+    # The log averages the first over ranks; the second are equal on all ranks.
     return {"mean": {"loss": loss, **logged}, "equal": update}, table
 
 

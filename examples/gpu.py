@@ -234,7 +234,8 @@ def train_on_ranks(tokens: Path, steps: int = 5, sequences: int = 8) -> dict:
             loss += micro_loss.detach()
         torch.distributed.all_reduce(loss)
         found["losses"].append(loss.item() / world.size)
-        found["grad_norms"].append(optimizer.step(step, settings.lr)["grad_norm"].item())
+        values, _ = optimizer.step(step, settings.lr)
+        found["grad_norms"].append(values["grad_norm"].item())
     found["peak_device_memory"] = torch.cuda.max_memory_allocated() if has_gpu else 0
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

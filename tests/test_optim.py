@@ -83,7 +83,7 @@ def train_on_mesh(mesh_name: str, steps: int, options: dict) -> tuple[list[dict]
         tokens = batch(step)[setup.part]
         loss = setup.forward(tokens[:, :-1], tokens[:, 1:]) * loss_factor(step)
         loss.backward()
-        metrics = setup.optimizer.step(step, lr_at(step))
+        metrics, _ = setup.optimizer.step(step, lr_at(step))
         log.append({name: float(value) for name, value in metrics.items()})
     weights = {}
     for name, parameter in setup.net.named_parameters():
@@ -202,7 +202,7 @@ def test_the_norm_of_a_large_gradient_is_exact():
     weight.grad *= torch.linspace(1, 0, 50_000)[:, None] ** 8  # as for frequent and rare tokens
     optimizer = optim.Optimizer([("weight", weight)], str.isupper, settings(), str.isupper)
     norm = torch.linalg.vector_norm(weight.grad, dtype=torch.float64)
-    values = optimizer.step(1, lr=0.1)
+    values, _ = optimizer.step(1, lr=0.1)
     assert values["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-6)
 
 

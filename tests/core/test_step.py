@@ -208,7 +208,8 @@ class Updated(NamedTuple):
         """Update the parameters with gradients of these norms, whose elements are all equal."""
         self.matrix.grad = torch.full((2, 2), matrix_norm / 2)
         self.vector.grad = torch.full((16,), vector_norm / 4)
-        return self.optimizer.step(step, lr)
+        values, _ = self.optimizer.step(step, lr)
+        return values
 
     def copy(self) -> list[Tensor]:
         """Copies of the weights and of all state except the number of skipped steps."""
@@ -752,7 +753,7 @@ def train_net(strategy: str, out: Path, start_step: int, max_steps: int) -> list
                 micro_loss.backward()
             loss += micro_loss.detach() / world.size
         torch.distributed.all_reduce(loss)
-        values = optimizer.step(step, optim.learning_rate(step, settings))
+        values, _ = optimizer.step(step, optim.learning_rate(step, settings))
         steps.append((loss.item(), values["grad_norm"].item()))
         path = checkpoint.step_path(out, step)
         checkpoint.save_state(path, state, {"step": step}, on_all_ranks=dist.on_all_ranks)

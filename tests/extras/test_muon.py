@@ -67,12 +67,13 @@ def test_a_skipped_step_leaves_the_momentum_alone():
     momentum = optimizer.state()["momentum_buffer"]["matrix"].clone()
     assert momentum.norm() > 0
     matrix.grad = torch.full((2, 3), torch.nan)
-    values = optimizer.step(2, 0.1)
+    values, _ = optimizer.step(2, 0.1)
     assert values["skipped_steps"] == 1 and values["skipped_in_a_row"] == 1
     assert torch.equal(matrix, weight)
     assert torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
     matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
-    assert optimizer.step(3, 0.1)["skipped_in_a_row"] == 0
+    values, _ = optimizer.step(3, 0.1)
+    assert values["skipped_in_a_row"] == 0
     assert not torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
 
 
@@ -100,7 +101,7 @@ def test_statistics_use_raw_gradients_and_updated_weights():
     net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}
     old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
-    table = optimizer.step(1, lr=0.001, measure=True)["parameters"]
+    _, table = optimizer.step(1, lr=0.001, measure=True)
     for (name, parameter), row in zip(net.named_parameters(), table.rows(), strict=True):
         weight = parameter.detach()
         update_norm = (weight - old_weights[name]).norm()

@@ -550,7 +550,7 @@ class Recorder(TorchDispatchMode):
         self.mark_gradients(net)
         state.model.register_forward_hook(lambda *_: self.begin("backward"))
 
-        def step(*arguments) -> dict[str, Tensor]:
+        def step(*arguments) -> tuple[dict, optim.ParameterTable | None]:
             self.begin("optimizer")
             self.mark_gradients(net)
             self.state = self.state_bytes()
