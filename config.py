@@ -289,7 +289,9 @@ def read_flags(file: Path, source: str, ignored: tuple[str, ...] = ()) -> dict:
         raise UsageError(f"{source} is a folder: give a file, such as {file}/config.json")
     try:
         values = json.loads(file.read_text("utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{source}: {error.strerror}") from None
+    except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
     if not isinstance(values, dict) or "config" in values:
         raise UsageError(f"{source}: it must be a JSON object of flags, without config")
@@ -421,7 +423,18 @@ USABLE = 0.8  # of the device's memory; the estimate does not count all
 
 
 def fits(run: Run) -> bool:
-    return sum(estimate.memory_of(run).values()) <= USABLE * run.machine.device_memory
+    needed = estimate.memory_of(run, update_rules(run))
+    return sum(needed.values()) <= USABLE * run.machine.device_memory
+
+
+def update_rules(run: Run) -> tuple[type, ...]:
+    """Return the rules of --optimizer. The first one that takes a parameter updates it."""
+    if run.optimizer != "muon":
+        return (optim.AdamW,)
+    errors.need_extra("muon", "--optimizer muon")
+    from extras.muon import Muon
+
+    return Muon, optim.AdamW
 
 
 def chosen_for_memory(run: Run) -> list[str]:
@@ -560,13 +573,12 @@ def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: i
         return
     larger = math.ceil(global_batch_size / per_forward) * per_forward
     split = f"{dp_size} data-parallel ranks"
-    remedy = f"give --global_batch_size {larger}"
+    remedy = f"--global_batch_size {larger} or another number of ranks"
     if micro_batch_size:
         split = f"micro_batch_size {micro_batch_size} x {split} = {per_forward}"
-        remedy += ", another --micro_batch_size"
+        remedy = f"another --micro_batch_size, {remedy}"
     raise UsageError(
-        f"global_batch_size {global_batch_size} is not a multiple of {split}: {remedy} "
-        "or another number of ranks"
+        f"global_batch_size {global_batch_size} is not a multiple of {split}: give {remedy}"
     )
 
 

@@ -81,7 +81,9 @@ def memory_of(run, rules: Sequence[type] = (optim.AdamW,)) -> dict[str, int]:
     """Estimate the bytes of tensors that a rank holds at the peak of a step, by part.
 
     run    config.Run, or an object with the same attributes
-    rules  the update rules of optim.Optimizer; AdamW has the most slots
+    rules  the update rules of optim.Optimizer
+
+    What a pass adds is left out if the model cannot run without values.
     """
     state = state_bytes(run, rules)
     of_pass = pass_bytes(run)
@@ -90,7 +92,7 @@ def memory_of(run, rules: Sequence[type] = (optim.AdamW,)) -> dict[str, int]:
         return state | of_pass
     # Gradients come into being while backward frees the activations.
     if state["gradients"] > sum(of_pass.values()):
-        return state
+        return state | dict.fromkeys(of_pass, 0)
     return state | {"gradients": 0} | of_pass
 
 

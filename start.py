@@ -496,7 +496,12 @@ def open_data(path: str, mixture=None) -> data.Source:
 def prepare_builtin(path: Path) -> None:
     """Prepare the built-in data unless it exists."""
     if not path.exists():
-        import prepare  # other data needs neither this file nor those of text/
+        here = Path(__file__).parent
+        if not (here / "prepare.py").exists() or not (here / "text").exists():
+            raise UsageError(
+                f"{path} is prepared by prepare.py and text/: restore them, or give --data"
+            )
+        import prepare  # other data needs neither
 
         prepare.prepare(None, path)
 

@@ -1,10 +1,10 @@
 """Train a language model: torchrun --standalone --nproc_per_node 2 train.py --strategy fsdp
 
-One step of two ranks with fsdp, which gathers the weights of one unit, a few blocks, at a time.
-Between steps each rank holds half of every tensor.
+One step of two ranks with fsdp, which gathers the weights of one unit at a time (--wrap): a block,
+several blocks or, for a small model, all. Between steps each rank holds half of every tensor.
 
     forward    per unit: all_gather the weights, compute, free them (the last unit keeps them)
-    backward   per unit: all_gather the weights, compute, free them;
+    backward   per unit: all_gather the weights, unless kept, compute, free them;
                in the last micro-batch: reduce_scatter the gradients
     update     norms of the halves: one small all_reduce; clip; each rank updates its halves
 """
@@ -153,8 +153,8 @@ def train(state: State, run: Run, start: Start) -> int:
             # Once in a while: write a row of the log, as soon as its values have arrived.
             log.write_arrived_row()
             if has_row or evaluates or saves:
-                spread = {"data_wait": batches.take_wait()}
-                log.row(state.step, state.tokens, **columns, spread=spread)
+                columns.setdefault("spread", {})["data_wait"] = batches.take_wait()
+                log.row(state.step, state.tokens, **columns)
                 batches.compare_files()
             if table and start.world.rank == 0:
                 log.parameters(state.step, table.rows())  # waits for the device
@@ -227,7 +227,7 @@ def build(
     tensors = {"model": {name: weight.detach() for name, weight in decoder.named_parameters()}}
     optimizer = None
     if not run.eval_only:
-        parameters, rules = decoder.named_parameters(), update_rules(run)
+        parameters, rules = decoder.named_parameters(), config.update_rules(run)
         optimizer = optim.Optimizer(parameters, decoder.decays, run, decoder.is_hidden, rules)
         tensors["optimizer"] = optimizer.state()
     torch.cuda.empty_cache()  # frees the full tensors that the shards were cut from; no-op on CPUs
@@ -243,16 +243,6 @@ def empty_model(run: Run) -> Transformer:
 
         model.head.loss = ChunkedLoss(model.head.loss, run.loss_chunks)
     return model
-
-
-def update_rules(run: Run) -> tuple[type, ...]:
-    """Return the rules of --optimizer. The first one that takes a parameter updates it."""
-    if run.optimizer != "muon":
-        return (optim.AdamW,)
-    errors.need_extra("muon", "--optimizer muon")
-    from extras.muon import Muon
-
-    return Muon, optim.AdamW
 
 
 def load(state: State, start: Start) -> None:
@@ -462,29 +452,32 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
 
 def print_sample(state: State, run: Run, start: Start) -> None:
     """Print how the model continues the start of the validation set. All ranks call it."""
+    # The run is complete, so exit_status=0, and an error is only part of what is printed.
+    progress.report(state.step, "sampling", is_slow=True, exit_status=0)
+    try:
+        text = sample(state, run, start)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        text = f"no text: {reason}; run python sample.py --run {run.out} instead"
+    say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
+
+
+def sample(state: State, run: Run, start: Start) -> str:
     source = start.source
     size = dict(
         seq_len=run.seq_len, vocab_size=source.vocab_size, device=start.world.device, tp=run.tp
     )
     sampling = Sampling(temperature=0.8)
-    # The run is complete, so exit_status=0, and an error is only part of what is printed.
-    progress.report(state.step, "sampling", is_slow=True, exit_status=0)
-    try:
-        (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
-        tokens = sequence[: max(1, run.seq_len // 4)]
-        for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
-            tokens.append(token)
-            progress.report(state.step, "sampling", is_slow=True, exit_status=0)
-        if source.tokenizer_file:
-            from text import tokenizer
+    (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
+    tokens = sequence[: max(1, run.seq_len // 4)]
+    for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
+        tokens.append(token)
+        progress.report(state.step, "sampling", is_slow=True, exit_status=0)
+    if not source.tokenizer_file:
+        return source.decode(tokens)
+    from text import tokenizer
 
-            text = "".join(tokenizer.decode(source.tokenizer, tokens))
-        else:
-            text = source.decode(tokens)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        text = f"no text: {reason}; run python sample.py --run {run.out} instead"
-    say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
+    return "".join(tokenizer.decode(source.tokenizer, tokens))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -535,9 +528,11 @@ def train_or_evaluate(run: Run, start: Start) -> int:
     """Build and load the model, then train it, or with --eval_only evaluate it."""
     origin = start.origin
     if start.is_finished(run.max_steps):
-        done = f"{run.out} is finished, step {origin.step} of {run.max_steps}"
-        say(f"{done}: raise --max_steps, or choose another --out", *indented(start.notes))
+        done = f"{run.out} is finished, step {origin.step} of its --max_steps {run.max_steps}"
+        say(f"{done}: raise it, or choose another --out", *indented(start.notes))
         return 0
+    if not run.eval_only:
+        say(*describe_start(run, start))  # first, because memory may not suffice for the model
     state = build(run, start.mesh, init_weights=origin.path is None)
     load(state, start)
     if difference := compare_replicas(state, run):
@@ -546,7 +541,6 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         val_loss = evaluate(state, start.val_batches)
         say(describe_evaluation(run, start, val_loss))
         return 0
-    say(*describe_start(state, run, start))
     if run.dry_run:
         say("--dry_run: all is ready for the first step; nothing was written")
         return 0
@@ -555,12 +549,12 @@ def train_or_evaluate(run: Run, start: Start) -> int:
     return train(state, run, start)
 
 
-def describe_start(state: State, run: Run, start: Start) -> list[str]:
+def describe_start(run: Run, start: Start) -> list[str]:
     """Return the lines on model, mesh, dtype, batch, data, memory and checkpoint."""
     world, origin = start.world, start.origin
     lines = [
         f"model   {run.model}: {run.n_layer} layers x {run.d_model} wide, vocabulary "
-        f"{run.model_config.vocab_size:,}: {state.decoder.parameter_count():,} parameters",
+        f"{run.model_config.vocab_size:,}: {empty_model(run).parameter_count():,} parameters",
         f"mesh    {run.strategy}: dp_replicate {run.dp_replicate} x dp_shard {run.dp_shard} x "
         f"tp {run.tp} = {world.size} x {run.device} ({dist.device_name(world.device)})",
         f"dtype   {run.dtype}; weights, reductions and optimizer in float32",
@@ -575,7 +569,7 @@ def describe_start(state: State, run: Run, start: Start) -> list[str]:
         )
     for line in start.train_data.describe(run.max_steps * run.global_batch_size):
         lines.append(f"data    {line}")
-    memory = estimate.memory_of(run, update_rules(run))
+    memory = estimate.memory_of(run, config.update_rules(run))
     sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items() if size)
     total = sum(memory.values())
     lines.append(f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB")

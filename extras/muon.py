@@ -2,7 +2,7 @@
 
 A matrix is orthogonalized as a whole, so its shards travel to one rank and back in each step, in
 bfloat16. It has one float32 slot, where AdamW has two. To remove it, delete this file and its
-branch in train.update_rules.
+branch in config.update_rules.
 """
 
 import math

@@ -35,6 +35,12 @@ def test_a_mesh_of_the_wrong_size_is_refused():
         dist.mesh_shape("hsdp", 12, 6, 4, 3, 2)
 
 
+@pytest.mark.parametrize("dp_replicate, dp_shard", [(8, None), (None, 8)])
+def test_a_mesh_with_an_axis_longer_than_the_world_is_refused(dp_replicate, dp_shard):
+    with pytest.raises(dist.MeshError, match="needs 8 processes, but 4 were started"):
+        dist.mesh_shape("hsdp", 4, 4, dp_replicate, dp_shard)
+
+
 def test_ddp_refuses_the_sizes_of_a_mesh():
     with pytest.raises(dist.MeshError, match="--strategy ddp sets dp_replicate and dp_shard itse"):
         dist.mesh_shape("ddp", 4, 4, 2, 2)

@@ -109,19 +109,37 @@ def test_an_exported_model_is_imported_bit_for_bit(safetensors, trained, tmp_pat
 @pytest.mark.hf
 def test_a_field_of_a_fork_is_exported_only_at_its_default(safetensors, trained, tmp_path):
     line = "    tied: bool = True"
-    fork = copy_with(tmp_path / "fork", ("model.py", line, f"{line}\n    window: int = 0"))
+    field = ("model.py", line, f"{line}\n    window: int = 0")
+    names = "ONLY_IN_TRAINING: set[str] = set()"
+    fork = copy_with(tmp_path / "fork", field)
+    named = copy_with(tmp_path / "named", field, ("tools/hf.py", names, f"{names} | {{'window'}}"))
 
-    def export(name: str) -> tuple[int, str]:
+    def export(name: str, fork: Path) -> tuple[int, str]:
         command = [sys.executable, "-m", "tools.hf", "export", trained, tmp_path / name]
         answer = subprocess.run(command, cwd=fork, capture_output=True, text=True)
         return answer.returncode, answer.stderr
 
-    assert export("exported") == (0, "")
+    assert export("exported", fork) == (0, "")
     manifest = checkpoint.read_manifest(trained)
     manifest["model"]["window"] = 4
     (trained / "manifest.json").write_text(json.dumps(checkpoint.seal(manifest)))
-    line = "tools.hf: error: a LlamaForCausalLM cannot have the model's window 4\n"
-    assert export("new") == (2, line)
+    status, line = export("new", fork)
+    assert status == 2
+    assert line.startswith("tools.hf: error: a LlamaForCausalLM cannot have the model's window 4: ")
+    assert export("new", named) == (0, "")
+
+
+@pytest.mark.hf
+def test_an_activation_without_a_name_in_transformers_is_not_exported(
+    safetensors, trained, tmp_path
+):
+    old = "activation = staticmethod(F.silu)"
+    squared = "activation = staticmethod(lambda x: F.relu(x).square())"
+    fork = copy_with(tmp_path / "fork", ("model.py", old, squared))
+    command = [sys.executable, "-m", "tools.hf", "export", trained, tmp_path / "exported"]
+    answer = subprocess.run(command, cwd=fork, capture_output=True, text=True)
+    assert answer.returncode == 2 and "has no name in transformers" in answer.stderr
+    assert not (tmp_path / "exported").exists()
 
 
 # --------------------------------------------------------------------------------------------------

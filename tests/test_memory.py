@@ -27,9 +27,9 @@ from conftest import (
     train_step,
 )
 
+import config
 import dist
 import optim
-import train
 from dist import blocks_per_unit, keep_freed_memory, read_machine
 from estimate import flops_per_token, memory_of, state_bytes
 
@@ -65,7 +65,7 @@ def both_states(argv: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     slots = itertools.chain(*(slots.values() for slots in optimizer.slots.values()))
     taken["weights"] = sum(4 * optim.local(weight).numel() for weight in weights)
     taken["optimizer"] = sum(optim.local(slot).nbytes for slot in slots)
-    rules = train.update_rules(run.run)
+    rules = config.update_rules(run.run)
     return state_bytes(run.run, rules), taken
 
 
@@ -98,6 +98,13 @@ def test_the_estimate_of_a_ranks_tensors_is_exact(on_ranks, ranks, strategy):
 def test_only_fsdp_gathers_weights(text, ranks, are_gathered):
     run = resolve(f"{TINY} --strategy {text} --global_batch_size 8", world_size=ranks)
     assert (memory_of(run)["gathered"] > 0) == are_gathered
+
+
+def test_gradients_that_need_more_than_the_activations_take_their_place():
+    run = resolve(f"{TINY} --strategy single --global_batch_size 1 --seq_len 8 --d_ff 4096")
+    assert memory_of(run)["gradients"] > 0 == memory_of(run)["activations"]
+    run = resolve(f"{TINY} --strategy single --global_batch_size 8")
+    assert memory_of(run)["activations"] > 0 == memory_of(run)["gradients"]
 
 
 def test_the_estimate_is_that_of_the_largest_shard():

@@ -9,8 +9,8 @@ import torch
 from conftest import FACTS, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
+import config
 import optim
-import train
 from estimate import flops_per_token, memory_of, state_bytes
 from tools.planning import rehearse as rehearsing
 from tools.planning.rehearse import Recorder, Rehearsal, at_peak, rehearse
@@ -84,7 +84,7 @@ def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
         peak = sum(real.memory.values())
         assert rehearsed.peak == pytest.approx(peak, rel=0.05)
         run = rehearsed.run
-        estimate = memory_of(run, train.update_rules(run))
+        estimate = memory_of(run, config.update_rules(run))
         assert sum(estimate.values()) == pytest.approx(peak, rel=0.1)
         assert sorted(rehearsed.communication, key=repr) == sorted(real.communication, key=repr)
         assert rehearsed.state == real.state
@@ -131,7 +131,7 @@ def test_compiling_does_not_change_a_rehearsal(on_512_gpus):
 
 def test_rehearsed_bytes_match_a_count_by_hand(on_512_gpus):
     plain, *_ = on_512_gpus
-    rules = train.update_rules(plain.run)
+    rules = config.update_rules(plain.run)
     estimate = state_bytes(plain.run, rules)
     assert plain.memory["gradients"] == estimate["gradients"]  # two micro-batches: not sharded
     rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
@@ -196,7 +196,7 @@ def test_extending_a_few_layers_equals_rehearsing_all(pool, text):
 def estimated_and_rehearsed(texts: list[str]) -> list[tuple[int, int]]:
     found = []
     for rehearsed in rehearse_on_gpus(texts):
-        estimate = memory_of(rehearsed.run, train.update_rules(rehearsed.run))
+        estimate = memory_of(rehearsed.run, config.update_rules(rehearsed.run))
         found.append((sum(estimate.values()), rehearsed.peak))
     return found
 

@@ -33,6 +33,14 @@ def test_a_save_is_synced_before_and_after_its_rename(tmp_path, one_rank):
     assert calls == [*["fsync"] * 5, "rename", "fsync"]
 
 
+@pytest.mark.parametrize("name", ["index.json", "manifest.json", "rank-00000.safetensors"])
+def test_an_extra_file_cannot_replace_a_file_of_the_checkpoint(tmp_path, one_rank, name):
+    state = {"weight": torch.ones(3)}
+    with pytest.raises(checkpoint.CheckpointError, match=f"may not be named {name}"):
+        checkpoint.save_state(tmp_path / "saved", state, {"step": 1}, extra_files={name: b"x"})
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_refused_save_only_logs_a_row(tmp_path, one_rank):
     (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # left by a killed save
     saver = make_saver(tmp_path, False, 1, 0)

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -19,6 +21,7 @@ from conftest import (
     ROOT,
     build_run,
     contents,
+    copy_with,
     documented_fields,
     last_checkpoint,
     listen,
@@ -33,6 +36,15 @@ import model
 import optim
 from text import tokenizer
 from tools import hf
+
+
+def test_the_built_in_data_needs_prepare_and_text(tmp_path):
+    fork = copy_with(tmp_path / "fork")
+    shutil.rmtree(fork / "text")
+    command = [sys.executable, "train.py", "--max_steps", "1"]
+    answer = subprocess.run(command, cwd=fork, capture_output=True, text=True)
+    line = "train.py: error: tokens/python is prepared by prepare.py and text/: restore them, or "
+    assert answer.returncode == 2 and answer.stderr.splitlines()[-1].startswith(line)
 
 
 def test_the_command_of_the_readme_trains(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tiktoken
 import torch
+import torch.nn.functional as F
 
 import checkpoint
 import errors
@@ -39,6 +40,10 @@ IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+# Activations of our MLP, and their names in transformers
+ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+# Fields of ModelConfig that do not change what the weights compute: a fork adds its own
+ONLY_IN_TRAINING: set[str] = set()
 # Size in ModelConfig -> field of config.json
 INTEGERS = {
     "vocab_size": "vocab_size",
@@ -145,7 +150,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tied,
-        "hidden_act": MLP.activation.__name__,
+        "hidden_act": activation(),
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
@@ -155,9 +160,22 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
     read_back = read_config(hf)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != getattr(read_back, field.name):
-            raise UsageError(f"a LlamaForCausalLM cannot have the model's {field.name} {value}")
+        if value != getattr(read_back, field.name) and field.name not in ONLY_IN_TRAINING:
+            raise UsageError(
+                f"a LlamaForCausalLM cannot have the model's {field.name} {value}: if it acts only "
+                "in training, add it to ONLY_IN_TRAINING in tools/hf.py"
+            )
     return hf
+
+
+def activation() -> str:
+    """Return the name that transformers has for the activation of our MLP."""
+    if MLP.activation not in ACTIVATIONS:
+        raise UsageError(
+            f"the MLP's activation, {MLP.activation.__name__}, has no name in transformers: if it "
+            "does, add it to ACTIVATIONS in tools/hf.py"
+        )
+    return ACTIVATIONS[MLP.activation]
 
 
 def special_ids(encoding: tiktoken.Encoding | None) -> dict:
@@ -173,7 +191,7 @@ def special_ids(encoding: tiktoken.Encoding | None) -> dict:
 # these two model types in transformers.
 COMPUTED = {
     "model_type": ("llama", "mistral"),
-    "hidden_act": (MLP.activation.__name__,),
+    "hidden_act": (ACTIVATIONS.get(MLP.activation),),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "sliding_window": (None,),

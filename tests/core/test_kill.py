@@ -181,7 +181,10 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
     assert ends_of(run.out) == [(STEPS, "stopped"), (STEPS, "finished")]
     assert_same(run.out, whole)
     log = (run.out / "metrics.jsonl").read_text()
-    assert f"is finished, step {STEPS} of {STEPS}" in finish(pool, tokens, run.out, flags).printed
+    assert (
+        f"is finished, step {STEPS} of its --max_steps {STEPS}"
+        in finish(pool, tokens, run.out, flags).printed
+    )
     assert (run.out / "metrics.jsonl").read_text() == log
 
 

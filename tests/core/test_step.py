@@ -307,6 +307,14 @@ def test_adaptive_clipping_follows_the_average_norm_of_each_gradient():
             assert close(both.optimizer.state()["exp_avg"][VECTOR], 0.19, rel=1e-5)
 
 
+def test_adaptive_clipping_leaves_small_gradients_alone():
+    both = new_parameters(clip="adaptive", max_grad_norm_ratio=2.0)
+    for step in range(1, 4):
+        both.update(step, 1.0, 1e-7, 1e-9)
+        norms = both.optimizer.state()["norm_average"].tolist()
+        assert norms == pytest.approx([1e-7, 1e-9], rel=1e-5)
+
+
 @pytest.mark.parametrize("clip", ["norm", "adaptive"])
 @pytest.mark.parametrize("matrix, vector", [(NAN, 4.0), (3.0, NAN), (math.inf, 4.0)])
 def test_a_gradient_that_is_not_finite_skips_the_whole_update(clip, matrix, vector):
