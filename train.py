@@ -464,12 +464,12 @@ def print_sample(state: State, run: Run, start: Start) -> None:
 
 def sample(state: State, run: Run, start: Start) -> str:
     source = start.source
+    (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
+    tokens = sequence[: max(1, run.seq_len // 4)]
     size = dict(
         seq_len=run.seq_len, vocab_size=source.vocab_size, device=start.world.device, tp=run.tp
     )
     sampling = Sampling(temperature=0.8)
-    (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
-    tokens = sequence[: max(1, run.seq_len // 4)]
     for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
         tokens.append(token)
         progress.report(state.step, "sampling", is_slow=True, exit_status=0)
