@@ -170,15 +170,18 @@ def declared_flags(config: type) -> dict[str, Flag]:
 FLAGS = declared_flags(Config)
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
 
-EXAMPLES = """
-examples:
+DESCRIPTION = """\
+Train a language model on one process, or on the N processes that torchrun
+--nproc_per_node N starts. The same command continues a stopped run.
+
   python train.py --max_steps 100
   torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp --model gpt2-124m \\
       --data tokens/mine --global_batch_size 512 --micro_batch_size 32 --out runs/mine
   torchrun --standalone --nproc_per_node 8 train.py --config configs/gpt2-124m.json
   python train.py --eval_only --out runs/mine
 
-docs/reference.md has the log's fields, exit statuses, file formats and guarantees.
+The flags of each file are those that its code obeys. docs/reference.md has the
+log's fields, exit statuses, file formats and guarantees.
 """
 
 
@@ -187,9 +190,7 @@ def build_parser() -> errors.Parser:
     parser = errors.Parser(
         prog="train.py",
         usage="train.py [--FLAG VALUE ...]",
-        description="Train a language model on one process, or on the N processes that\n"
-        "torchrun --nproc_per_node N starts. The same command continues a stopped run.",
-        epilog=EXAMPLES,
+        description=DESCRIPTION,
     )
     parser.add_argument(
         "--config",

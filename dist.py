@@ -82,7 +82,8 @@ class Settings:
     timeout: Annotated[
         float,
         "once",
-        "end the run after X seconds without progress; 10X to start or save, or without --watchdog",
+        "end the run after X seconds without progress, or 10 X while it starts or saves, or has no "
+        "watchdog",
         (1, 1e9),
     ] = 120.0
     watchdog: Annotated[

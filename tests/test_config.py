@@ -153,7 +153,7 @@ def test_a_refused_batch_comes_with_one_that_works(ranks, flags, larger):
     text = str(refused.value)
     assert text.startswith("global_batch_size 16 is not a multiple of ") and "\n" not in text
     assert ("micro_batch_size" in text) == ("micro_batch_size" in flags)
-    (given,) = re.findall(r"give --global_batch_size (\d+)", text)
+    (given,) = re.findall(r"give .*--global_batch_size (\d+)", text)
     assert int(given) == larger
     run = resolve(f"--strategy fsdp {flags} --global_batch_size {given}", world_size=ranks)
     assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == larger

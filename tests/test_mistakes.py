@@ -21,7 +21,7 @@ MISTAKES = {
         ("--max_steps ten", "argument --max_steps: invalid int value: 'ten'"),
         ("--max_step 5", "unrecognized arguments: --max_step 5"),
         ("--lr nan", "argument --lr: nan must be at least 0 and finite"),
-        ("--config {root}/nothing.json", "--config {root}/nothing.json: [Errno 2] No such"),
+        ("--config {root}/nothing.json", "--config {root}/nothing.json: No such file or"),
         ("--config {root}/comma.json", "comma.json: Expecting ',' delimiter"),
         ("--config {other}", "--config {other} is a folder: give a file, such as {other}/config"),
         # Flags that do not fit each other, the model or the number of ranks
