@@ -675,12 +675,15 @@ def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
     """Return the store in which torchrun's ranks find each other, or one for a single process."""
     if not torch.distributed.is_torchelastic_launched():
         return torch.distributed.HashStore()
-    # torchrun --max-restarts keeps its store and, in it, the addresses of ranks that died. So torch
-    # prefixes keys with the attempt. Agents that joined later count fewer attempts, so their ranks
-    # would look under other keys and never meet the rest: if hosts come and go,
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
     store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    store = torch.distributed.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+    prefix = os.environ["TORCHELASTIC_RUN_ID"]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun --max-restarts keeps this store and, in it, the addresses of ranks that died, so
+        # each attempt has its own keys. Agents that joined later count fewer attempts, and their
+        # ranks would look under other keys and never meet the rest: if hosts come and go,
+        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
+        prefix += f" attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store = torch.distributed.PrefixStore(prefix, store)
     if store.add(f"joined {rank}", 1) > 1:
         raise MeshError(
             f"another run uses MASTER_ADDR:MASTER_PORT, {meeting_point()}, and has a rank {rank}: "

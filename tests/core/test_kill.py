@@ -182,7 +182,7 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
     assert_same(run.out, whole)
     log = (run.out / "metrics.jsonl").read_text()
     assert (
-        f"is finished, step {STEPS} of its --max_steps {STEPS}"
+        f"is finished at step {STEPS}, and --max_steps is {STEPS}:"
         in finish(pool, tokens, run.out, flags).printed
     )
     assert (run.out / "metrics.jsonl").read_text() == log
@@ -261,6 +261,15 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
         assert saved == SAVE_INTERVAL < before[-1]["step"]
     finish(pool, tokens, run.out, again)
     assert_continued(before, run.out, saved)
+    assert_same(run.out, whole)
+
+
+def test_torchrun_starts_ranks_again_of_which_one_was_killed(job, whole):
+    run = job(2, RUN, "run", "--max-restarts", "1")
+    run.until(lambda: len(run.rows()) > SAVE_INTERVAL)
+    os.kill(run.ranks()[0], signal.SIGKILL)
+    assert run.wait(120) == 0, run.printed()
+    assert f"continuing from {checkpoint.step_path(run.out, SAVE_INTERVAL)}" in run.printed()
     assert_same(run.out, whole)
 
 
