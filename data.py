@@ -159,6 +159,9 @@ class TokenDataset:
     def describe(self, n: int) -> Iterator[str]:
         epochs = n / len(self)
         yield f"{self.folder.path}: {len(self):,} sequences; the run reads {epochs:.2f} epochs"
+        if self.folder.is_nanogpt:
+            tokenizer = self.folder.tokenizer_name or "an unknown tokenizer"
+            yield f"it has no meta.json, so it is read as nanoGPT's: uint16, {tokenizer}"
 
     def place_of(self, n: int) -> str:
         return f"{self.folder.path} at token {self.window(n) * self.seq_len}"
@@ -176,7 +179,11 @@ class TokenDataset:
                 size = os.preadv(self.descriptor, [row], start)
             if size < row.nbytes:
                 raise DataChanged(f"{self.file} was truncated while it was read; {RESTORE}")
-        check_range(batch, self.folder.vocab_size, self.file)
+        try:
+            check_range(batch, self.folder.vocab_size, self.file)
+        except DataError:
+            self.raise_if_changed()
+            raise
         return torch.from_numpy(batch.astype(np.int64))
 
     def identify(self) -> tuple[int, ...]:
@@ -275,6 +282,7 @@ class TokenFolder:
     tokenizer_file: dict[str, bytes] = field(default_factory=dict)
     val_bytes: int = 0  # size of the text in val.bin; 0: unknown
     lost: float = 0.0  # share of the text that the tokens do not keep
+    is_nanogpt: bool = False  # whether there is no meta.json
 
     @property
     def tokenizer(self) -> str | None:
@@ -387,19 +395,30 @@ def read_folder(path: Path) -> TokenFolder:
             digest.update(block.tobytes())
     tokenizer = meta["tokenizer"]
     has_file = tokenizer not in (None, "bytes", "gpt2")  # unknown or built in
-    tokenizer_file = read_tokenizer_file(path, tokenizer) if has_file else {}
+    tokenizer_file = {}
+    if has_file:
+        tokenizer_file = read_tokenizer_file(path, tokenizer, meta.get("tokenizer_sha256", {}))
     fingerprint = digest.hexdigest()[:16]
     of_text = meta.get("val_bytes", 0), meta.get("lost", 0.0)
-    return TokenFolder(path, dtype, vocab_size, tokenizer, fingerprint, tokenizer_file, *of_text)
+    return TokenFolder(
+        path,
+        dtype,
+        vocab_size,
+        tokenizer,
+        fingerprint,
+        tokenizer_file,
+        *of_text,
+        is_nanogpt=not is_ours,
+    )
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
+def read_tokenizer_file(path: Path, name: str, checksums: dict[str, str]) -> dict[str, bytes]:
     """Return {name: contents} of the tokenizer's file, and of the one that names its end of text.
 
-    Raises DataError and ValueError.
+    Raises DataError, also for a file without its SHA-256 in `checksums`, and ValueError.
     """
     if name != Path(str(name)).name:
         raise ValueError("the tokenizer in meta.json is not the name of a file in the folder")
@@ -407,10 +426,16 @@ def read_tokenizer_file(path: Path, name: str) -> dict[str, bytes]:
         files = {name: (path / name).read_bytes()}
         if (path / TOKENIZER_CONFIG).exists():
             files[TOKENIZER_CONFIG] = (path / TOKENIZER_CONFIG).read_bytes()
-        return files
     except OSError as error:
         what = f"{path / name}, the tokenizer's file: {error.strerror}"
         raise DataError(f"{what}; put it back, or prepare the folder again") from None
+    for file, checksum in checksums.items():
+        if hashlib.sha256(files.get(file, b"")).hexdigest() != checksum:
+            raise DataError(
+                f"{path / file} is not the file with which prepare.py made these tokens: put that "
+                "one back, or prepare the folder again"
+            )
+    return files
 
 
 def nanogpt_meta(path: Path) -> dict:

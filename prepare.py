@@ -55,7 +55,12 @@ def unfinished(out: Path) -> Iterator[Path]:
     """
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(
+            f"--out {out}: {error.filename} is a file; choose another folder"
+        ) from None
     lock = try_lock(lock_file)
     if lock is None:
         raise UsageError(f"another process is writing --out {out}: wait until it has finished")
@@ -91,9 +96,13 @@ def prepare(
     new_folder = Path(os.path.realpath(out))
     corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
     with unfinished(new_folder) as folder:
+        checksums = {}
         if name not in ("bytes", "gpt2"):
             encoding.save(folder)
             name = "tokenizer.json"
+            checksums = {
+                f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()
+            }
         encoder = Encoder(encoding)
         splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
         if not splitter.size:
@@ -102,6 +111,7 @@ def prepare(
         fill_empty_split(folder, val_fraction, encoder.dtype.itemsize)
         lost = 0 if name == "bytes" else tokenizer.lost_bytes(encoding, splitter.beginning)
         meta = describe_tokens(name, encoder, splitter, folder)
+        meta["tokenizer_sha256"] = checksums
         share = lost / splitter.beginning_size
         meta["lost"] = share if share > LOSES_LITTLE else 0.0
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

@@ -176,18 +176,20 @@ def describe_learning_rate(run: Run, origin: "Origin") -> Iterator[str]:
 
 
 def describe_evaluation(run: Run, start: Start, val_loss: float) -> str:
-    """Return the line of --eval_only for `val_loss`, in nats per token."""
+    """Return the lines of --eval_only for `val_loss`, in nats per token."""
     bits = val_loss / math.log(2) / start.val_data.bytes_per_token
     bits_per_byte = f"{bits:.6f} bits per byte"
     if math.isnan(bits):
         bits_per_byte = "bits per byte not comparable (text is lost, or its size is unknown)"
     perplexity = math.exp(min(val_loss, 700))  # exp(710) overflows
     count = min(run.eval_sequences, len(start.val_data))
-    return (
+    lines = [f"passed over {path}: {why}" for path, why in start.origin.damaged.items()]
+    lines.append(
         f"{start.origin.path} on {run.data}: val_loss {val_loss:.6f}, "
         f"perplexity {perplexity:,.4f}, {bits_per_byte} "
         f"({plural(count, 'sequence')} of {run.seq_len:,} tokens)"
     )
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,7 +416,8 @@ def find_changes(origin: Origin, run: Run, source: data.Source) -> dict[str, str
     """Return a line for each property of the run that differs from the checkpoint's, by name."""
     old = properties(origin.manifest) | dataclasses.asdict(origin.model_config)
     new = properties(run.manifest) | run.manifest["model"]
-    new[TOKENIZER] = describe_tokenizer(run.data_facts.tokenizer, crc32_of(source))
+    checksums = [f"{zlib.crc32(contents):08x}" for contents in source.tokenizer_file.values()]
+    new[TOKENIZER] = describe_tokenizer(run.data_facts.tokenizer, checksums)
     if "tokenizer" in origin.manifest:  # other programs than train.py may call save_state
         old[TOKENIZER] = tokenizer_of(origin.manifest)
     changes = {}
@@ -451,22 +454,19 @@ def properties(manifest: dict) -> dict:
 
 def tokenizer_of(manifest: dict) -> str:
     """Describe the tokenizer that a checkpoint records."""
-    name = manifest["tokenizer"]
-    return describe_tokenizer(name, manifest["files"].get(name, {}).get("crc32"))
+    name, files = manifest["tokenizer"], manifest["files"]
+    checksums = [files[file]["crc32"] for file in (name, data.TOKENIZER_CONFIG) if file in files]
+    return describe_tokenizer(name, checksums)
 
 
-def crc32_of(source: data.Source) -> str | None:
-    """Return the checksum of the source's tokenizer file, if it has one."""
-    for contents in source.tokenizer_file.values():
-        return f"{zlib.crc32(contents):08x}"
-    return None
+def describe_tokenizer(name: str | None, checksums: list[str]) -> str:
+    """A tokenizer is identified by its name and the checksums of its files, if it has any.
 
-
-def describe_tokenizer(name: str | None, crc32: str | None) -> str:
-    """A tokenizer is identified by its name, and by the checksum of its file if it has one."""
+    They are those of tokenizer.json and of tokenizer_config.json, which names the end of a text.
+    """
     if name is None:
         return "an unknown tokenizer"
-    return f"{name} (crc32 {crc32})" if crc32 else name
+    return f"{name} (crc32 {', '.join(checksums)})" if checksums else name
 
 
 # --------------------------------------------------------------------------------------------------

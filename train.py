@@ -528,7 +528,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
     """Build and load the model, then train it, or with --eval_only evaluate it."""
     origin = start.origin
     if start.is_finished(run.max_steps):
-        done = f"{run.out} is finished, step {origin.step} of its --max_steps {run.max_steps}"
+        done = f"{run.out} is finished at step {origin.step}, and --max_steps is {run.max_steps}"
         say(f"{done}: raise it, or choose another --out", *indented(start.notes))
         return 0
     if not run.eval_only:

@@ -129,6 +129,10 @@ def test_a_tokenizer_file_that_has_changed_is_refused(on_ranks, tokens, tmp_path
     assert status == 2
     assert "the data's tokenizer tokenizer.json (crc32 " in err
     assert on_ranks(1, listen, f"{text} 2 --allow_changes")[0][0] == 0
+    end = {"eos_token": tokenizer.END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(end))
+    ((status, _, err),) = on_ranks(1, listen, f"--eval_only --out {tmp_path}/run --data {folder}")
+    assert status == 2 and "the data's tokenizer tokenizer.json (crc32 " in err
 
 
 def run_that_may_restart(argv: list[str]) -> tuple[int, str, str]:

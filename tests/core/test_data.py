@@ -1,6 +1,7 @@
 """Token folders: nanoGPT's, those with a tokenizer file, and those that are damaged or hostile."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -25,6 +26,8 @@ def test_nanogpt_folders_are_read_without_their_pickle(tmp_path):
         tokens.tofile(tmp_path / f"{split}.bin")
     folder = data.open_folder(tmp_path)
     assert (folder.vocab_size, folder.tokenizer) == (50257, "gpt2")
+    *_, line = data.TokenDataset(folder, "train", 8, None).describe(1)
+    assert line == "it has no meta.json, so it is read as nanoGPT's: uint16, gpt2"
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
     folder = data.open_folder(tmp_path)
     assert folder.vocab_size == 65
@@ -49,6 +52,22 @@ def test_a_token_folder_contains_its_tokenizer_file(tokens, tmp_path):
     (folder / "my.json").unlink()
     line = f"^{folder}/my.json, the tokenizer's file: No such file or directory; put it back"
     with pytest.raises(data.DataError, match=line):
+        data.open_folder(folder)
+
+
+@pytest.mark.parametrize("changed", ["my.json", "tokenizer_config.json"])
+def test_a_tokenizer_file_that_was_exchanged_is_refused(tokens, tmp_path, changed):
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    files = {"my.json": b"IQ== 0", "tokenizer_config.json": b"{}"}
+    checksums = {name: hashlib.sha256(contents).hexdigest() for name, contents in files.items()}
+    meta = json.loads((folder / "meta.json").read_text())
+    meta |= {"tokenizer": "my.json", "tokenizer_sha256": checksums}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    for name, contents in files.items():
+        (folder / name).write_bytes(contents)
+    assert data.open_folder(folder).tokenizer_file == files
+    (folder / changed).write_bytes(b"IQ== 1")
+    with pytest.raises(data.DataError, match=f"^{folder}/{changed} is not the file with which"):
         data.open_folder(folder)
 
 
@@ -151,6 +170,10 @@ def test_a_file_that_is_written_to_is_noticed(tmp_path):
         file.write(b"\1\0")
     with pytest.raises(data.DataError, match="train.bin was changed while it was read; restore"):
         dataset.raise_if_changed()
+    with open(folder / "train.bin", "r+b") as file:
+        file.write(b"\xff\xff")  # an id above the vocabulary
+    with pytest.raises(data.DataChanged, match="train.bin was changed while it was read; restore"):
+        dataset[[0]]
     os.truncate(folder / "train.bin", 100)
     with pytest.raises(data.DataError, match="train.bin was truncated while it was read; restore"):
         dataset[[5]]

@@ -443,9 +443,11 @@ def test_a_start_passes_over_the_damage(train, trained, tmp_path, case, ranks):
     """It says so, continues from the older checkpoint, and replaces the damaged one."""
     damage, words, _ = DAMAGES[case]
     out = damaged_copy(trained, tmp_path, damage, 4)
+    evaluated = train(ranks, f"{FLAGS} --eval_only").printed
     run = train(ranks, FLAGS)
     assert run.status == 0
     old, new = checkpoint.list_checkpoints(out)
+    assert f"passed over {new}" in evaluated and f"{old} on " in evaluated
     (line,) = [line for line in run.printed.splitlines() if f"passed over {new}" in line]
     assert words in line
     assert f"continuing from {old}\n" in run.printed

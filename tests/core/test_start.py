@@ -412,7 +412,7 @@ STARTS = {
     ],
     "fewer steps than done, without an evaluation there": [
         Start("--eval_interval 0", steps=[1, 2], evaluated=[2]),
-        Start("--eval_interval 0 --max_steps 1", "step 2 of 1"),
+        Start("--eval_interval 0 --max_steps 1", "at step 2, and --max_steps is 1:"),
     ],
     "other micro-batches": [
         trained("--micro_batch_size 2 --max_steps 3", "micro_batch_size 8 -> 2", **TO_3),
@@ -546,8 +546,8 @@ def test_tokens_are_counted_with_the_batch_that_each_step_had(judge):
 ON_TWO = "--eval_only --strategy fsdp --micro_batch_size 3"
 
 LOOKS = {
-    "finished": trained("", "step 2 of 2"),
-    "fewer steps than done": trained("--max_steps 1", "step 2 of 1"),
+    "finished": trained("", "at step 2, and --max_steps is 2:"),
+    "fewer steps than done": trained("--max_steps 1", "at step 2, and --max_steps is 1:"),
     "--help": Start("--help", "--init_from PATH"),
     "--eval_only": trained("--eval_only", val_loss=2),
     "--eval_only without flags": bare("--eval_only", before=(copy_trained,), val_loss=2),
@@ -800,4 +800,4 @@ def test_a_folder_belongs_to_one_run_at_a_time(judge, job):
     assert f"stopped after step {stopped}" in first.printed()
     last = Start(f"--max_steps {stopped}", f"step {stopped}/{stopped}  val_loss")
     judge.check_lines(last, judge.run(last))
-    judge(Start(f"--max_steps {stopped}", f"step {stopped} of {stopped}"))
+    judge(Start(f"--max_steps {stopped}", f"at step {stopped}, and --max_steps is {stopped}:"))
