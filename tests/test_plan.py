@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, TINY, listen, resolve, rows
 
 from config import PEAK_TFLOPS
+from estimate import flops_per_token
 from model import SIZES
 from tools import plan
 from tools.planning import predict
@@ -135,7 +136,17 @@ def test_step_time_adds_compute_and_the_optimizer():
     speed = step(rehearsal(flops=3e12, recomputed=1e12))
     assert (speed.compute, speed.optimizer) == pytest.approx((4e12 / 0.5e12, 32 * 1e6 / 32e9))
     assert speed.tokens_per_second_per_device == pytest.approx(speed.tokens / 8.001)
-    assert speed.mfu == pytest.approx(3e12 / 8.001 / 1e12)  # without recomputed FLOPs
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_mfu_has_the_definition_of_train_py(device):
+    """On a CPU, where short attention is written out in full, a causal mask hides half of it."""
+    flags = f"{TINY} --world_size 1 --peak_tflops 1 --device_type {device} --json"
+    _, printed, _ = listen(flags.split(), plan.main)
+    one = json.loads(printed)
+    per_token = flops_per_token(resolve(TINY).model_config)
+    flops = per_token * one["tokens_per_second_per_device"]
+    assert one["mfu"] == pytest.approx(flops / 1e12)
 
 
 EXCHANGED = Communication("world", "all_to_all", "optimizer", 2, 2 * 10**9)

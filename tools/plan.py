@@ -295,7 +295,7 @@ def make_plan(
 def figures(plan: Plan) -> dict:
     """The figures of the report, unrounded: bytes, seconds, FLOPs, FLOP/s and tokens."""
     batch = ("model", "strategy", "micro_batch_size", "grad_accum_steps", "tokens_per_step")
-    held = ("parameters", "parameters_per_rank", "state", "memory", "recomputed_flops")
+    held = ("parameters", "parameters_per_rank", "state", "memory", "flops", "recomputed_flops")
     took = ("step_time", "tokens_per_second_per_device", "mfu")
     parts = ((plan.run, batch), (plan.rehearsal, held), (plan.speed, took))
     found = {name: getattr(part, name) for part, names in parts for name in names}

@@ -17,6 +17,7 @@ import dist
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
+from estimate import flops_per_token
 from tools.common import NEW_RUN, PEAK_TFLOPS, Origin, Run, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
@@ -336,7 +337,7 @@ class Speed:
     communication: dict[str, float]  # axis -> all communication
     tokens: float  # per step and device
     peak: float  # FLOP/s of a device
-    flops: float  # per step, without recomputation, as in train.py's MFU
+    model_flops: float  # per step and device, as in train.py's MFU: see estimate.flops_per_token
 
     @property
     def step_time(self) -> float:
@@ -348,7 +349,7 @@ class Speed:
 
     @property
     def mfu(self) -> float:
-        return self.flops / self.step_time / self.peak
+        return self.model_flops / self.step_time / self.peak
 
 
 @dataclass
@@ -403,14 +404,15 @@ def speed(rehearsal: Rehearsal, cluster: Cluster) -> Speed:
     ):
         for axis, seconds in beside[work].exposed(compute).items():
             exposed[axis] += times * seconds
+    tokens = run.tokens_per_step / math.prod(run.mesh_shape)
     return Speed(
         compute=n * (forward + backward),
         optimizer=phases["optimizer"],
         exposed=dict(exposed),
         communication=dict(total),
-        tokens=run.tokens_per_step / math.prod(run.mesh_shape),
+        tokens=tokens,
         peak=peak,
-        flops=rehearsal.flops,
+        model_flops=tokens * flops_per_token(run.model_config),
     )
 
 
