@@ -199,6 +199,18 @@ def test_a_page_of_two_runs_escapes_their_names(drawn, tmp_path):
     assert "default-src 'none'" in text
 
 
+def test_only_a_page_is_written_again(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [start(0, 0), *training_rows(3)])
+    log = folder / "metrics.jsonl"
+    before = log.read_bytes()
+    assert report.main([str(folder), "--out", str(log)]) == 2
+    line = f"tools.report: error: --out {log} exists and is not a page of tools.report: "
+    assert capsys.readouterr().err.startswith(line)
+    assert log.read_bytes() == before
+    page = str(tmp_path / "page.html")
+    assert [report.main([str(folder), "--out", page]) for _ in range(2)] == [0, 0]
+
+
 def test_follow_rewrites_the_page_until_the_run_ends(tmp_path, monkeypatch):
     """The run logs each row once the page shows the rows before it, and then ends."""
     monkeypatch.setattr(report, "FOLLOW_SECONDS", 0.05)

@@ -358,8 +358,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def is_page(file: Path) -> bool:
+    """Whether a file is a page that may be written again."""
+    with open(file, "rb") as page:
+        return b'content="nanoshard tools.report"' in page.read(300)
+
+
 def report(argv: list[str]) -> None:
     args = parse(argv)
+    if args.out.exists() and not is_page(args.out):
+        raise UsageError(
+            f"--out {args.out} exists and is not a page of tools.report: choose another"
+        )
     with contextlib.suppress(KeyboardInterrupt):  # the last page does not reload
         while args.follow and any((Path(run) / "lock").exists() for run in args.runs):
             began = time.monotonic()
