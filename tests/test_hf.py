@@ -55,11 +55,10 @@ def their_logits(transformers, folder: Path) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def train_from(pool, path: Path, tokens: Path, out: Path) -> Path:
+def train_from(pool, path: Path, tokens: Path, out: Path, *flags: str) -> Path:
     """Train three steps with fsdp from the weights of `path`; return the last checkpoint."""
     argv = f"{TRAIN} --strategy fsdp --init_from {path} --data {tokens} --out {out}".split()
-    # The tokenizer of the model is unknown, or another than that of the data.
-    assert pool(2, call_train, [*argv, "--allow_changes"]) == [0, 0]
+    assert pool(2, call_train, [*argv, *flags]) == [0, 0]
     return last_checkpoint(out)
 
 
@@ -183,14 +182,15 @@ def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_p
     imported = convert("import", source, tmp_path / "imported")
     expected = their_logits(transformers, source)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
-    path = train_from(pool, imported, tokens, tmp_path / "run")
+    # The tokenizer of the model is unknown, or another than that of the data.
+    path = train_from(pool, imported, tokens, tmp_path / "run", "--allow_changes")
     logits = our_logits(path)
     assert (logits - expected).abs().max() > 0.01  # it has learned something
     out = convert("export", path, tmp_path / "exported")
     torch.testing.assert_close(their_logits(transformers, out), logits, rtol=0, atol=1e-4)
     # The run continues without the imported folder: its checkpoints describe the model.
     shutil.rmtree(imported)
-    assert train_from(pool, imported, tokens, tmp_path / "run") == path
+    assert train_from(pool, imported, tokens, tmp_path / "run", "--allow_changes") == path
 
 
 @pytest.mark.hf
@@ -247,7 +247,9 @@ def test_tokenizer_json_gives_the_same_tokens(tokenizers, monkeypatch, name, tmp
 
 
 @pytest.mark.hf
-def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_path, monkeypatch):
+def test_a_round_trip_keeps_the_tokenizer(
+    transformers, tokenizers, pool, tmp_path, monkeypatch, capsys
+):
     source = tmp_path / "source"
     monkeypatch.setitem(SHAPE, "vocab_size", 900)
     make_model(transformers, "mistral 0.3", source)
@@ -263,6 +265,7 @@ def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_pa
     assert prepare.main(argv.split()) == 0
     path = train_from(pool, imported, tmp_path / "tokens", tmp_path / "run")
     out = convert("export", path, tmp_path / "exported")
+    assert capsys.readouterr().out.count(hf.ADDS_TOKENS) == 2  # in both directions
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert type(before) is type(after)

@@ -44,6 +44,10 @@ IN_BLOCK = {
 ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 # Fields of ModelConfig that do not change what the weights compute: a fork adds its own
 ONLY_IN_TRAINING: set[str] = set()
+ADDS_TOKENS = (
+    "in transformers, the post_processor of tokenizer.json adds tokens to a text; prepare.py and "
+    "sample.py do not: give add_special_tokens=False there, or write the tokens into your texts"
+)
 # Size in ModelConfig -> field of config.json
 INTEGERS = {
     "vocab_size": "vocab_size",
@@ -92,6 +96,8 @@ def export_model(source: Path, out: Path) -> None:
             if isinstance(encoding, tokenizer.JsonEncoding):
                 encoding.save(work)
                 end = encoding.end_of_text
+                if encoding.adds_tokens:
+                    print(ADDS_TOKENS)
             else:
                 write_tokenizer(encoding, work / "tokenizer.json")
                 end = tokenizer.END_OF_TEXT
@@ -223,7 +229,7 @@ def import_model(source: Path, out: Path) -> None:
     with new_folder(out) as work:
         entries = copy_weights(found, buffers, weights, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
-        for copied in work.glob("tokenizer.json"):
+        for copied in work.glob("tokenizer*.json"):
             entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
         manifest = {
             "step": 0,
@@ -432,6 +438,8 @@ def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Enco
         print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
         return None
     encoding.save(work)
+    if encoding.adds_tokens:
+        print(ADDS_TOKENS)
     return encoding
 
 
