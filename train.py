@@ -455,14 +455,14 @@ def print_sample(state: State, run: Run, start: Start) -> None:
     # The run is complete, so exit_status=0, and an error is only part of what is printed.
     progress.report(state.step, "sampling", is_slow=True, exit_status=0)
     try:
-        text = sample(state, run, start)
+        text = sample_text(state, run, start)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         text = f"no text: {reason}; run python sample.py --run {run.out} instead"
     say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
 
 
-def sample(state: State, run: Run, start: Start) -> str:
+def sample_text(state: State, run: Run, start: Start) -> str:
     source = start.source
     (sequence,) = dist.on_rank0(start.val_data.__getitem__, [0]).tolist()
     tokens = sequence[: max(1, run.seq_len // 4)]

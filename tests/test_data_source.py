@@ -63,7 +63,7 @@ def train_on_a_source(argv: list[str], source: data.Source) -> tuple[int, str]:
     start = open_start(run, Origin(config.parse(argv)), source, world)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         state = train.build(run, start.mesh)
-        print(*train.describe_start(state, run, start), sep="\n")
+        print(*train.describe_start(run, start), sep="\n")
         status = train.train(state, run, start)
         print(describe_evaluation(run, start, 1.0))
     return status, out.getvalue()
