@@ -193,6 +193,16 @@ def test_the_documented_notebook_trains_saves_and_loads(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
+def test_saves_and_evaluations_are_not_part_of_a_step_time(run):
+    out = run(1, "--max_steps 4 --save_interval 1 --eval_interval 1 --log_interval 1")
+    steps = {row["step"]: row for row in rows(out)}
+    pauses = rows(out, "val_loss") + rows(out, "blocking_seconds")
+    assert len(pauses) == 8
+    for pause in pauses:
+        if after := steps.get(pause["step"] + 1):
+            assert after["step_time"] <= after["elapsed"] - pause["elapsed"]
+
+
 def test_eval_only_prints_the_validation_loss_of_a_run(run, pool, tokens, tmp_path):
     out = run(1, "--max_steps 2 --save_interval 1 --dtype float32")
     (row,) = rows(out, "val_loss")
