@@ -119,6 +119,12 @@ def make_folder(folder: Path) -> None:
     (folder / RANK1).mkdir()
 
 
+def link_to_itself(folder: Path) -> None:
+    """Make a file that the system cannot read, as on a disk that fails."""
+    (folder / RANK1).unlink()
+    (folder / RANK1).symlink_to(folder / RANK1)
+
+
 def data_start(file: bytes) -> int:
     """Where the header of a safetensors file ends."""
     return 8 + int.from_bytes(file[:8], "little")
@@ -196,6 +202,7 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
         True,
     ),
     "folder in place of a file": (make_folder, RANK1, True),
+    "file that cannot be read": (link_to_itself, RANK1, True),
     "chunks of index.json exchanged": (exchange, "index.json has", True),
     "files of two ranks swapped": (swap, "bytes, not", True),
     "folder of another step": (manifest(step=3), "renamed", True),
