@@ -309,7 +309,7 @@ def test_a_folder_stays_locked_until_its_process_dies(first, tmp_path):
 
 def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    threading.Timer(0.5, first.kill).start()
+    threading.Timer(3.5, first.kill).start()  # a first start would wait for 3 seconds
     with hold_lock(tmp_path / "run", timeout=20):
         assert (tmp_path / "run/lock").exists()
 
