@@ -336,7 +336,7 @@ def open_log(state: State, run: Run, start: Start) -> Log:
 
         with dist.raise_on_all_ranks():
             if start.world.rank == 0:
-                send = open_tracker(out, run.manifest["config"], read_starts(out))
+                send = open_tracker(out, run.manifest["config"], is_first=not read_starts(out))
     dist.on_rank0(write_config, run)
     log = Log(
         out,

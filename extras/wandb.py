@@ -16,20 +16,15 @@ class TrackerError(RuntimeError):
     exit_status = 2
 
 
-def open_tracker(out: Path, config: dict, starts: list[dict]) -> Callable[[dict], None] | None:
+def open_tracker(out: Path, config: dict, is_first: bool) -> Callable[[dict], None] | None:
     """Return send(row) of --tracker, or None with a printed line if it fails in a later start.
 
-    The tracker's run is named after the first of the run's earlier `starts`. In a first start
-    somebody is there to correct it: raises TrackerError.
+    In the first start of a run somebody is there to correct it: raises TrackerError.
     """
-    began = datetime.now()
-    if starts:
-        began = datetime.fromisoformat(starts[0]["time"])
-    name = f"{out.name}-{began:%Y%m%d-%H%M%S}"
     try:
-        return open_wandb(out, name, config)
+        return open_wandb(out, config)
     except Exception as error:
-        if not starts:
+        if is_first:
             raise TrackerError(
                 f"--tracker {config['tracker']} cannot be used: {error!r}; correct this, or train "
                 "with --tracker none"
@@ -38,11 +33,16 @@ def open_tracker(out: Path, config: dict, starts: list[dict]) -> Callable[[dict]
         return None
 
 
-def open_wandb(out: Path, run_id: str, config: dict) -> Callable[[dict], None]:
-    """Start or continue the wandb run `run_id`, with its files in `out`; return send(row)."""
+def open_wandb(out: Path, config: dict) -> Callable[[dict], None]:
+    """Start or continue the wandb run whose id is in out/wandb_id; return send(row)."""
     wandb = importlib.import_module("wandb")  # an optional package
+    file = out / "wandb_id"
+    run_id = f"{out.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if file.exists():
+        run_id = file.read_text()
     options = {"project": "nanoshard", "name": out.name, "dir": out, "config": config}
     run = wandb.init(id=run_id, resume="allow", **options)
+    file.write_text(run_id)
 
     def send(row: dict) -> None:
         values = {name: value for name, value in row.items() if name != "step"}

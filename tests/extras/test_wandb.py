@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def test_rank_0_sends_every_row_once(train, notes):
     assert [kind for kind, *_ in notes()].count("init") == 1
     steps = [step or row["step"] for kind, step, row in notes()[1:-1] if "loss" in row]
     assert steps == [1, 2, 3, 4, 5]
+
+
+def test_all_starts_of_a_run_continue_one_run_of_wandb(train, notes):
+    for steps in (3, 4, 5):
+        assert train(1, f"--max_steps {steps}")[0][0] == 0
+        time.sleep(1)  # the id has a second in it
+    ids = [run_id for kind, _, run_id in notes() if kind == "init"]
+    assert len(ids) == 3 and len({*ids}) == 1
 
 
 def test_a_tracker_that_fails_later_does_not_end_the_run(train, tmp_path):
