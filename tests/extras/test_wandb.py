@@ -33,6 +33,7 @@ def run_with_wandb(argv: list[str], folder: Path, module: str, variables: dict) 
     """Run train.command on this rank, where `import wandb` finds this module."""
     (folder / "wandb.py").write_text(module)
     os.environ |= {"NOTES": str(folder / "notes"), **variables}
+    time.tzset()
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
     try:
@@ -67,8 +68,8 @@ def test_rank_0_sends_every_row_once(train, notes):
 
 def test_all_starts_of_a_run_continue_one_run_of_wandb(train, notes):
     for steps in (3, 4, 5):
-        assert train(1, f"--max_steps {steps}")[0][0] == 0
-        time.sleep(1)  # the id has a second in it
+        assert train(1, f"--max_steps {steps}", TZ="UTC-9")[0][0] == 0  # the log's times are UTC
+        time.sleep(1)
     ids = [run_id for kind, _, run_id in notes() if kind == "init"]
     assert len(ids) == 3 and len({*ids}) == 1
 
