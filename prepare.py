@@ -111,7 +111,8 @@ def prepare(
         fill_empty_split(folder, val_fraction, encoder.dtype.itemsize)
         lost = 0 if name == "bytes" else tokenizer.lost_bytes(encoding, splitter.beginning)
         meta = describe_tokens(name, encoder, splitter, folder)
-        meta["tokenizer_sha256"] = checksums
+        if checksums:
+            meta["tokenizer_sha256"] = checksums
         share = lost / splitter.beginning_size
         meta["lost"] = share if share > LOSES_LITTLE else 0.0
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

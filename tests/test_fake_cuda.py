@@ -73,9 +73,9 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
 
         return call
 
-    def build_and_free(*arguments):
+    def build_and_free(*arguments, **options):
         with mock.patch.object(torch.cuda, "empty_cache") as empty_cache:
-            built = build(*arguments)
+            built = build(*arguments, **options)
         empty_cache.assert_called_once()  # frees the memory of the full tensors
         return built
 
