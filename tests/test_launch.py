@@ -1,5 +1,6 @@
 """From torchrun's variables to a process group; starts by other launchers are refused."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -174,6 +175,34 @@ def test_the_error_of_a_failed_rendezvous_says_where_it_was(pool, variables):
     where = "{MASTER_ADDR}:{MASTER_PORT}".format(**variables)
     assert line.startswith(f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {where}: ")
     assert "\n" not in line
+
+
+# The variables of two starts of a rank with one store, and whether the second one is refused
+AGAIN = {
+    "an attempt later": ({"TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    "in the same attempt": ({}, True),
+    "another job": ({"TORCHELASTIC_RUN_ID": "other"}, False),
+}
+
+
+def join_twice(variables: dict[str, str], changed: dict[str, str]) -> None:
+    """Look for the store of torchrun, and again, with these variables changed."""
+    os.environ |= variables
+    port = int(variables["MASTER_PORT"])
+    server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True)  # noqa: F841
+    dist.find_store(0, timedelta(seconds=5)).set("address", "of the first")
+    os.environ |= changed
+    assert not dist.find_store(0, timedelta(seconds=5)).check(["address"])
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_rank_takes_its_place_in_a_store_once_per_attempt(pool, again):
+    changed, is_refused = AGAIN[again]
+    variables = variables_of_a_rank(0, 2, free_port())
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    refused = pytest.raises(AssertionError, match="another run uses MASTER_ADDR:MASTER_PORT")
+    with refused if is_refused else contextlib.nullcontext():
+        pool(1, join_twice, variables, changed)
 
 
 @pytest.mark.slow(proves="two jobs of two agents each")

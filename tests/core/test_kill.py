@@ -264,6 +264,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
     assert_same(run.out, whole)
 
 
+@pytest.mark.slow(proves="torchrun's own restart; test_launch.py has the keys of its store")
 def test_torchrun_starts_ranks_again_of_which_one_was_killed(job, whole):
     run = job(2, RUN, "run", "--max-restarts", "1")
     run.until(lambda: len(run.rows()) > SAVE_INTERVAL)
