@@ -474,8 +474,8 @@ SAVED_OPERATIONS = [
 def selective_contexts(config, tp: int) -> tuple:
     """Return the contexts of a block's forward and recomputation: see checkpoint_activations.
 
-    Called in each forward of a block. A block that is compiled calls it once, when it is compiled
-    and tensors are plain ones in place of DTensors.
+    Called in each forward of a block, or once if the block is compiled, with plain tensors in place
+    of DTensors.
     """
     # Backward does not need the result of mlp.down, which is only added to the residual stream.
     recomputed = [(config.d_ff // tp, config.d_model)]  # shapes of weights, (in, out)
@@ -835,18 +835,16 @@ class StopRequest:
 
     def on_signal(self, number: int, frame) -> None:
         self.signalled = True
-        if (
-            not torch.distributed.is_torchelastic_launched()
-        ):  # torchrun forwards the Ctrl-C that the terminal sends as well
-            # Without torchrun, a second Ctrl-C ends the run at once.
+        # torchrun forwards the Ctrl-C that the terminal sends as well. Without torchrun, a second
+        # Ctrl-C ends the run at once.
+        if not torch.distributed.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def poll(self) -> bool:
         """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
         self.wait()
-        was_requested = bool(
-            self.flag.numpy()[0]
-        )  # not .item(), which --profile counts as a host sync
+        # Not .item(), which --profile counts as a host sync
+        was_requested = bool(self.flag.numpy()[0])
         if self.signalled:
             self.store.set("stop requested", "")
         is_requested = self.rank == 0 and self.store.check(["stop requested"])
