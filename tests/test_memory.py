@@ -30,6 +30,7 @@ from conftest import (
 import config
 import dist
 import optim
+import train
 from dist import blocks_per_unit, keep_freed_memory, read_machine
 from estimate import flops_per_token, memory_of, state_bytes
 
@@ -317,3 +318,26 @@ def test_logits_use_at_most_a_tenth_of_device_memory(gigabytes, text, chunks):
             device_memory=gigabytes * 10**9,
         )
         assert without.loss_chunks == 1
+
+
+@pytest.mark.parametrize(
+    "gigabytes, text, chosen",
+    [
+        (300, "", "--micro_batch_size 2"),
+        (120, "", "--micro_batch_size 1 --grad_sync micro_batch"),
+        (120, "--grad_sync micro_batch", "--micro_batch_size 1"),
+        (120, "--n_layer 4", "--loss_chunks 8"),
+        (60, "--n_layer 4", "--micro_batch_size 4 --grad_sync micro_batch --loss_chunks 8"),
+    ],
+)
+def test_a_start_says_what_it_chose_to_fit_into_memory(gigabytes, text, chosen):
+    base = "--model llama3-8b --dtype bfloat16 --strategy fsdp --global_batch_size 64"
+    facts = dataclasses.replace(FACTS, vocab_size=128256)
+
+    def said(text: str) -> list[str]:
+        memory = gigabytes * 10**9
+        run = resolve(f"{base} {text}", facts=facts, world_size=8, device_memory=memory)
+        return list(train.describe_defaults(run))
+
+    assert said(text) == [f"{chosen}: chosen to fit into 80% of {gigabytes},000 MB"]
+    assert said(f"{text} {chosen}") == []
