@@ -770,7 +770,8 @@ def device_name(device: torch.device) -> str:
     """The name of a GPU, or the architecture of a CPU and the threads that this rank uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {torch.get_num_threads()} threads a rank"
+    count = torch.get_num_threads()
+    return f"{platform.machine()}, {count} {'thread' if count == 1 else 'threads'} a rank"
 
 
 def refuse_emulated_bfloat16(world: World) -> None:
