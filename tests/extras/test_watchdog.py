@@ -40,20 +40,25 @@ def train_without_batch_40(argv: list[str], folder: Path, ending: str) -> int:
             return
         reads.append(frame)
         if len(reads) == 40 and os.environ["RANK"] == "1":
-            if ending == "dies":
+            if "SIGTERM" in ending:  # as torchrun sends it to the ranks of a host that are left
+                os.kill(int((folder / "rank 0").read_text()), signal.SIGTERM)
+            if ending != "hangs":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
 
     sys.argv[0] = "train.py"
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{os.environ['RANK']}.json")
+    (folder / f"rank {os.environ['RANK']}").write_text(str(os.getpid()))
     threading.setprofile(see)  # batches are read in threads
     with open(folder / "stderr", "a") as file, contextlib.redirect_stderr(file):
         return train.main(argv)
 
 
+DIES = (-9, "stopped or died, last seen (before the first|after) step.*")
 ENDINGS = {
     "hangs": (1, "did not arrive within 4 s: still after step 39, reading data"),
-    "dies": (-9, "stopped or died, last seen (before the first|after) step.*"),
+    "dies": DIES,
+    "dies, and the others get SIGTERM": DIES,
 }
 
 
@@ -361,6 +366,7 @@ def test_the_first_step_and_saves_count_as_slow_work(on_ranks):
     assert resumed == (3, "computing", True)  # a new process compiles again
 
 
+@pytest.mark.slow(proves="torchrun itself sends SIGTERM")
 def test_a_rank_that_dies_under_torchrun_is_named(job):
     """torchrun sends SIGTERM to the others at once, but they must live until they have named it."""
     running = job(2, f"--strategy fsdp --max_steps 1000000 {WATCHED}")
