@@ -30,6 +30,7 @@ import optim
 from model import ModelConfig, Transformer, eval_mode
 
 from .conftest import ROOT, SMALL, Run, full_tensors, run_command
+from .test_numbers import decoder
 
 # --------------------------------------------------------------------------------------------------
 # Which sequences a step reads
@@ -423,38 +424,6 @@ def larger(model: Transformer) -> Transformer:
         if parameter.dim() == 2:
             parameter.data *= 10
     return model
-
-
-def normalize(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Rotary embeddings of x (B, H, T, d_head), with complex numbers."""
-    T, half = x.size(-2), x.size(-1) // 2
-    frequencies = 10_000.0 ** (-torch.arange(half) / half)
-    turns = torch.polar(torch.ones(T, half), torch.outer(torch.arange(T), frequencies))
-    y = torch.complex(x[..., :half], x[..., half:]) * turns
-    return torch.cat((y.real, y.imag), dim=-1)
-
-
-def decoder(w: dict[str, Tensor], tokens: Tensor, n_layer: int, d_head: int) -> Tensor:
-    """The logits of the model, written down once more without any module."""
-    T = tokens.size(1)
-    past = torch.ones(T, T, dtype=torch.bool).tril()
-    x = w["embed.weight"][tokens]
-    for block in (f"blocks.{i}" for i in range(n_layer)):
-        y = normalize(x, w[f"{block}.attention_norm.weight"])
-        q, k, v = (y @ w[f"{block}.attention.{name}.weight"].T for name in "qkv")
-        q, k, v = (t.unflatten(-1, (-1, d_head)).transpose(1, 2) for t in (q, k, v))
-        k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        scores = rotate(q) @ rotate(k).mT / math.sqrt(d_head)
-        y = scores.where(past, -math.inf).softmax(-1) @ v
-        x = x + y.transpose(1, 2).flatten(-2) @ w[f"{block}.attention.out.weight"].T
-        y = normalize(x, w[f"{block}.mlp_norm.weight"])
-        gate, up = (y @ w[f"{block}.mlp.{name}.weight"].T for name in ("gate", "up"))
-        x = x + (gate * gate.sigmoid() * up) @ w[f"{block}.mlp.down.weight"].T
-    return normalize(x, w["norm.weight"]) @ w.get("head.weight", w["embed.weight"]).T
 
 
 # A CPU uses another kernel for long sequences.

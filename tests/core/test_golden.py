@@ -1,0 +1,187 @@
+"""The numbers of runs are those in golden.json, on every mesh.
+
+Comparisons of one mesh with another cannot see a fault that all meshes share, nor a seed that is
+ignored. golden.json has, for each set of flags in NUMBERS, the losses and gradient norms of one
+rank and, for two seeds, the sum and norm of each initial weight, and a hash of the sequences that
+200 steps read. After a change that is meant to change these values,
+
+    python -m tests.core.test_golden
+
+writes them again, and the commit says why. Bits of random numbers differ between CPUs, so values
+are compared with tolerances.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import data
+
+from .conftest import POOL, SMALL, read_rows, run_command, write_tokens
+from .test_numbers import checkpoint_in, read_tensors
+
+FILE = Path(__file__).with_name("golden.json")
+BASE = f"{SMALL} --max_steps 6 --global_batch_size 12 --lr 1e-2 --max_grad_norm 6"
+
+# Flags that change the numbers
+NUMBERS = {
+    "plain": "",
+    "another seed": "--seed 1",
+    "bfloat16": "--dtype bfloat16",
+    # No number of ranks above 1 divides the rows of these weights, except those of the embedding.
+    "uneven": "--n_head 3 --n_kv_head 1 --d_model 42 --d_ff 53",
+    "untied": "--model tinyllama-1.1b",  # SMALL replaces all its sizes, but not its separate head
+    "adaptive": "--clip adaptive --max_grad_norm_ratio 1.05",
+}
+# Relative; the losses and norms of bfloat16 also depend on how a mesh adds gradients
+TOLERANCES = dict.fromkeys(NUMBERS, {"loss": 1e-5, "grad_norm": 1e-4})
+TOLERANCES["bfloat16"] = {"loss": 1e-2, "grad_norm": 5e-2}
+
+
+class Row(NamedTuple):
+    ranks: int
+    flags: str  # of the mesh and its policy: they change no number
+    numbers: str = "plain"  # a key of NUMBERS
+
+
+FSDP = "--strategy fsdp --wrap block"
+HSDP = "--strategy hsdp --wrap block --dp_replicate 2"
+ACCUMULATE = "--micro_batch_size 1"
+ROWS = {
+    "single": Row(1, ""),
+    "single, accumulated": Row(1, ACCUMULATE),
+    "single, recomputed": Row(1, "--activation_checkpointing full"),
+    "ddp 2": Row(2, "--strategy ddp"),
+    "ddp 2, accumulated": Row(2, f"--strategy ddp {ACCUMULATE} --grad_sync batch"),
+    "ddp 4": Row(4, f"--strategy ddp {ACCUMULATE} --grad_sync micro_batch"),
+    "fsdp 2": Row(2, FSDP),
+    "fsdp 2, one unit": Row(2, "--strategy fsdp --wrap none --activation_checkpointing full"),
+    "fsdp 2, accumulated": Row(2, f"{FSDP} {ACCUMULATE} --grad_sync batch"),
+    "fsdp 4": Row(4, f"{FSDP} {ACCUMULATE} --grad_sync micro_batch"),
+    "fsdp 4, recomputed": Row(4, f"{FSDP} --activation_checkpointing selective"),
+    "hsdp 2x2": Row(4, HSDP),
+    "hsdp 2x2, shard": Row(4, f"{HSDP} {ACCUMULATE} --grad_sync shard"),
+    "hsdp 2x2, not resharded": Row(4, f"{HSDP} --reshard_after_forward false"),
+    "seed 1": Row(1, "", "another seed"),
+    "seed 1, fsdp 2": Row(2, FSDP, "another seed"),
+    "bfloat16": Row(1, "", "bfloat16"),
+    "bfloat16, ddp 2": Row(2, "--strategy ddp", "bfloat16"),
+    "bfloat16, fsdp 2": Row(2, FSDP, "bfloat16"),
+    "uneven": Row(1, "", "uneven"),
+    "uneven, fsdp 3": Row(3, FSDP, "uneven"),
+    "uneven, fsdp 4": Row(4, f"{FSDP} {ACCUMULATE}", "uneven"),
+    "uneven, hsdp 2x2": Row(4, f"{HSDP} {ACCUMULATE}", "uneven"),
+    "untied, fsdp 2": Row(2, FSDP, "untied"),
+    "adaptive, fsdp 2": Row(2, FSDP, "adaptive"),
+}
+SEEDS = (0, 1)
+
+# --------------------------------------------------------------------------------------------------
+# What the file has
+
+
+def run(pool, tokens: Path, out: Path, ranks: int, flags: str) -> Path:
+    """Run train.py on ranks of the pool; return its folder."""
+    argv = f"{BASE} {flags} --data {tokens} --out {out}".split()
+    for status, _, error in pool(ranks, run_command, argv):
+        assert status == 0, error
+    return out
+
+
+def numbers_of(out: Path) -> dict[str, list[float]]:
+    """The losses and gradient norms of a run, and the validation loss at its end."""
+    rows = read_rows(out / "metrics.jsonl", "loss")
+    found = {name: [row[name] for row in rows] for name in ("loss", "grad_norm")}
+    (evaluation,) = read_rows(out / "metrics.jsonl", "val_loss")
+    found["loss"].append(evaluation["val_loss"])
+    return found
+
+
+def initial_weights(pool, tokens: Path, out: Path, seed: int) -> dict[str, tuple]:
+    """The shape, sum and norm of each initial weight in float64, from a step that changes none."""
+    flags = f"--seed {seed} --max_steps 1 --warmup_steps 0 --lr 0"
+    tensors = read_tensors(checkpoint_in(run(pool, tokens, out, 1, flags)))
+    return {
+        name: ([*tensor.shape], tensor.sum().item(), tensor.norm().item())
+        for name, tensor in tensors.items()
+        if name.startswith("model.")
+    }
+
+
+def order(tokens: Path, seed: int, dp_size: int, micro_batch_size: int) -> str:
+    """A hash of the tokens of 200 steps, in the order in which the dp_ranks read them."""
+    dataset = data.open_folder(tokens).open("train", 16, seed)
+    found = hashlib.sha256()
+    for step in range(1, 201):
+        for rank in range(dp_size):
+            layout = 8, micro_batch_size, rank, dp_size  # of a global batch of 8
+            for indices in data.train_indices(range(step, step + 1), *layout):
+                found.update(dataset[indices].to(torch.int64).numpy().tobytes())
+    return found.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparing and writing
+
+
+def assert_numbers(found: dict, expected: dict, tolerances: dict) -> None:
+    assert found.keys() == expected.keys() == tolerances.keys()
+    for name, relative in tolerances.items():
+        assert found[name] == pytest.approx(expected[name], rel=relative), name
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict:
+    return json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, golden, name):
+    row = ROWS[name]
+    out = run(pool, tokens, tmp_path / "run", row.ranks, f"{NUMBERS[row.numbers]} {row.flags}")
+    assert_numbers(numbers_of(out), golden["numbers"][row.numbers], TOLERANCES[row.numbers])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_initial_weights_are_the_recorded_ones(pool, tokens, tmp_path, golden, seed):
+    found = initial_weights(pool, tokens, tmp_path / "run", seed)
+    expected = golden["initial_weights"][str(seed)]
+    assert found.keys() == expected.keys()
+    for name, (shape, total, norm) in expected.items():
+        assert found[name][0] == shape, name
+        # If n elements are each off by 1e-6 of their size, the sum is off by up to this.
+        most = 1e-6 * norm * math.sqrt(math.prod(shape))
+        assert found[name][1] == pytest.approx(total, abs=most), name
+        assert found[name][2] == pytest.approx(norm, rel=1e-6), name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dp_size, micro_batch_size", [(1, 8), (1, 2), (4, 2), (2, 1)])
+def test_the_order_of_the_data_is_the_recorded_one(tokens, golden, seed, dp_size, micro_batch_size):
+    assert order(tokens, seed, dp_size, micro_batch_size) == golden["order"][str(seed)]
+
+
+def write() -> None:
+    """Write golden.json from runs on one rank."""
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        root = Path(folder)
+        tokens = write_tokens(root / "tokens")
+        found = {"numbers": {}, "initial_weights": {}, "order": {}}
+        for i, (name, flags) in enumerate(NUMBERS.items()):
+            found["numbers"][name] = numbers_of(run(POOL, tokens, root / f"run-{i}", 1, flags))
+        for seed in SEEDS:
+            weights = initial_weights(POOL, tokens, root / f"seed-{seed}", seed)
+            found["initial_weights"][seed] = weights
+            found["order"][seed] = order(tokens, seed, 1, 8)
+        POOL.stop()
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write()
