@@ -383,7 +383,8 @@ class PoolJob:
 def write_tokens(folder: Path, seed: int = 1, documents: int = 40) -> Path:
     """Write a token folder of documents of invented words, as bytes: about 25,000 tokens."""
     random = np.random.default_rng(seed)
-    words = [bytes(random.choice([*b"abcdefgh"], size)) for size in random.integers(2, 7, 50)]
+    letters = np.frombuffer(b"abcdefgh", np.uint8)
+    words = [random.choice(letters, size).tobytes() for size in random.integers(2, 7, 50)]
     meta = {"tokenizer": "bytes", "dtype": "uint16", "vocab_size": 257}
     folder.mkdir(parents=True)
     for split, count in (("train", documents), ("val", 1 + documents // 5)):

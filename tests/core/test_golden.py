@@ -27,7 +27,7 @@ from .conftest import POOL, SMALL, read_rows, run_command, write_tokens
 from .test_numbers import checkpoint_in, read_tensors
 
 FILE = Path(__file__).with_name("golden.json")
-BASE = f"{SMALL} --max_steps 6 --global_batch_size 12 --lr 1e-2 --max_grad_norm 6"
+BASE = f"{SMALL} --max_steps 6 --global_batch_size 12 --lr 1e-2 --max_grad_norm 1.8"
 
 # Flags that change the numbers
 NUMBERS = {
@@ -41,7 +41,7 @@ NUMBERS = {
 }
 # Relative; the losses and norms of bfloat16 also depend on how a mesh adds gradients
 TOLERANCES = dict.fromkeys(NUMBERS, {"loss": 1e-5, "grad_norm": 1e-4})
-TOLERANCES["bfloat16"] = {"loss": 1e-2, "grad_norm": 5e-2}
+TOLERANCES["bfloat16"] = {"loss": 2e-3, "grad_norm": 2e-2}
 
 
 class Row(NamedTuple):

@@ -31,7 +31,7 @@ from .conftest import SMALL, Run, copy_run, full_tensors, run_command
 STEPS, STOP = 6, 3  # a run's last step, and the step of its first checkpoint
 SEQUENCES, LENGTH = 16, 16  # of a global batch
 
-BASE = f"--max_steps {STEPS} --global_batch_size {SEQUENCES} --lr 1e-2 --max_grad_norm 6"
+BASE = f"--max_steps {STEPS} --global_batch_size {SEQUENCES} --lr 1e-2 --max_grad_norm 1.8"
 FILES = f"--save_interval {STOP} --keep_last 0 --optim_metrics_interval 1"
 
 # The sizes of SMALL. The vocabulary of bytes, 257, is rounded up to a multiple of 64.

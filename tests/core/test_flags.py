@@ -1,0 +1,272 @@
+"""Every flag has an effect, which a user can see.
+
+Each row of TABLE is run twice, with a flag and without it, and says what differs: a column of the
+log, its rows, the files of the run, its status or the operations that it computes. A flag that
+--help lists, but that neither a row nor a test named in ELSEWHERE shows, fails, because it may do
+nothing.
+"""
+
+import functools
+import itertools
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .conftest import SMALL, Run, run_command, write_tokens
+
+# The flag and its value | ranks | flags of both runs | what differs: see SEEN
+# {other} is another token folder, {file} a file with {"lr": 1e-4}, {first} a run of one step, and
+# both runs continue a copy of it if they have the word "again".
+TABLE = """
+model tinyllama-1.1b       | 1 |                               | loss from 1
+n_layer 1                  | 1 |                               | loss from 1
+n_head 2                   | 1 |                               | loss from 1
+n_kv_head 4                | 1 |                               | loss from 1
+d_model 64                 | 1 |                               | loss from 1
+d_ff 32                    | 1 |                               | loss from 1
+seq_len 8                  | 1 |                               | tokens from 1
+dtype bfloat16             | 1 |                               | loss from 1
+data {other}               | 1 |                               | loss from 1
+seed 1                     | 1 |                               | loss from 1
+global_batch_size 4        | 1 |                               | tokens from 1
+micro_batch_size 2         | 1 |                               | more mm
+max_steps 3                | 1 |                               | rows loss 1 2 3
+lr 1e-3                    | 1 |                               | lr from 1
+config {file}              | 1 |                               | lr from 1
+min_lr 1e-3                | 1 |                               | lr from 3
+warmup_steps 3             | 1 |                               | lr from 1
+schedule cosine            | 1 |                               | lr from 3
+weight_decay 0.9           | 1 |                               | loss from 2
+beta1 0.8                  | 1 |                               | loss from 3
+beta2 0.5                  | 1 |                               | loss from 3
+eps 1e-2                   | 1 |                               | loss from 2
+clip adaptive              | 1 |                               | clipped from 1
+max_grad_norm 100          | 1 |                               | clipped from 1
+max_grad_norm_ratio 1e-3   | 1 | --clip adaptive               | clipped from 1
+max_skipped 2              | 1 | --lr 1e300                    | rows loss 1 2 3
+log_interval 2             | 1 |                               | rows loss 1 2 4 5
+eval_interval 2            | 1 |                               | rows val_loss 2 4 5
+eval_sequences 5           | 1 |                               | val_loss from 5
+optim_metrics_interval 2   | 1 |                               | files + optim.jsonl
+peak_tflops 1              | 1 |                               | mfu from 1
+sample_tokens 3            | 1 |                               | says sample
+save_interval 2            | 1 |                               | files + step-00000004
+keep_last 1                | 1 | --save_interval 2             | files - step-00000004
+keep_every 3               | 1 | --save_interval 1             | files + step-00000003
+checkpoint none            | 1 |                               | files - step-00000005
+init_from {first}          | 1 |                               | loss from 1
+strategy fsdp              | 2 |                               | more reduce_scatter
+dp_replicate 2             | 2 | --strategy hsdp               | fewer reduce_scatter
+dp_shard 1                 | 2 | --strategy hsdp               | fewer reduce_scatter
+wrap none                  | 2 | --strategy fsdp --wrap block  | fewer allgather
+reshard_after_forward false| 2 | --strategy fsdp --wrap block  | fewer allgather
+grad_sync micro_batch      | 2 | --strategy fsdp --micro_batch_size 1 | more reduce_scatter
+activation_checkpointing full | 1 |                            | more mm
+device cuda                | 1 |                               | status 2
+dry_run                    | 1 |                               | files - metrics.jsonl
+eval_only                  | 1 | again                         | rows loss 1; says val_loss
+allow_changes              | 1 | again --lr 1e-4               | status 0
+"""
+# Flags whose effect is not in a healthy run of a few steps, and the test that shows it
+ELSEWHERE = {
+    "out": "test_flags.py::test_a_flag_has_the_effect_that_its_row_names",
+    "compile": "test_rare.py::test_a_compiled_run_has_the_numbers_of_the_plain_one",
+    "timeout": "test_kill.py::test_a_stopped_rank_ends_the_job_without_a_watchdog",
+}
+# Flags of extras: tests/extras/test_flags.py has their rows
+EXTRAS = {
+    "tp",
+    "optimizer",
+    "loss_chunks",
+    "async_save",
+    "profile",
+    "tracker",
+    "watchdog",
+    "check_replicas",
+}
+
+
+class Row(NamedTuple):
+    flag: str  # and its value, if it has one
+    ranks: int
+    flags: str  # of both runs
+    seen: str  # what differs
+
+
+def parse_table(table: str) -> dict[str, Row]:
+    """The rows of a table, by the names of their flags."""
+    rows = {}
+    for line in table.strip().splitlines():
+        flag, ranks, flags, seen = (cell.strip() for cell in line.split("|"))
+        rows[flag.split()[0]] = Row(flag, int(ranks), flags, seen)
+    return rows
+
+
+ROWS = parse_table(TABLE)
+
+# --------------------------------------------------------------------------------------------------
+# What can be seen of a run
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch by name, such as aten::mm and c10d::allreduce_."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then calls operations on its local tensors
+        self.counts[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def run_and_count(argv: list[str]) -> tuple[int, str, str, Counter]:
+    """Run train.command on this rank; also return how often it called each operation."""
+    with Operations() as operations:
+        answer = run_command(argv)
+    return *answer, operations.counts
+
+
+class Seen(NamedTuple):
+    """A run and what its rank 0 computed."""
+
+    run: Run
+    operations: Counter
+
+    def column(self, name: str) -> dict[int, float | None]:
+        return {row["step"]: row[name] for row in self.run.rows(name)}
+
+    def count(self, operation: str) -> int:
+        return sum(count for name, count in self.operations.items() if operation in name)
+
+    def names(self) -> set[str]:
+        """The names of all files and folders of the run."""
+        return {path.name for path in self.run.out.rglob("*")}
+
+
+def differ(one: float | None, other: float | None) -> bool:
+    """Whether two numbers differ by more than rounding."""
+    if one is None or other is None:
+        return one is not other
+    return other != pytest.approx(one, rel=1e-6)
+
+
+def see_column(with_flag: Seen, without: Seen, name: str, _from: str, step: str) -> None:
+    """The first step at which the column differs."""
+    values, others = with_flag.column(name), without.column(name)
+    assert values.keys() == others.keys()
+    changed = [each for each in values if differ(values[each], others[each])]
+    assert changed and changed[0] == int(step)
+
+
+def see_rows(with_flag: Seen, without: Seen, name: str, *steps: str) -> None:
+    """The steps of the rows that have the column."""
+    assert [*with_flag.column(name)] == [*map(int, steps)] != [*without.column(name)]
+
+
+def see_files(with_flag: Seen, without: Seen, sign: str, name: str) -> None:
+    """A file or folder that only one of the runs has."""
+    more, fewer = (with_flag, without) if sign == "+" else (without, with_flag)
+    assert name in more.names() - fewer.names()
+
+
+def see_text(with_flag: Seen, without: Seen, text: str) -> None:
+    """A text that the run prints; the other one may print it as well."""
+    assert text in with_flag.run.printed
+
+
+def see_status(with_flag: Seen, without: Seen, status: str) -> None:
+    assert with_flag.run.status == int(status) != without.run.status
+
+
+def see_more(with_flag: Seen, without: Seen, operation: str) -> None:
+    assert with_flag.count(operation) > without.count(operation)
+
+
+def see_fewer(with_flag: Seen, without: Seen, operation: str) -> None:
+    assert with_flag.count(operation) < without.count(operation) > 0
+
+
+# By the first word; another word is a column
+SEEN = {
+    "rows": see_rows,
+    "files": see_files,
+    "says": see_text,
+    "status": see_status,
+    "more": see_more,
+    "fewer": see_fewer,
+}
+
+
+def assert_seen(row: Row, with_flag: Seen, without: Seen) -> None:
+    """Fail unless the runs differ in what the row says."""
+    for what in row.seen.split(";"):
+        first, *rest = what.split()
+        if first in SEEN:
+            SEEN[first](with_flag, without, *rest)
+        else:
+            see_column(with_flag, without, first, *rest)
+
+
+# --------------------------------------------------------------------------------------------------
+# The test
+
+
+@pytest.fixture(scope="module")
+def see(pool, tokens, tmp_path_factory):
+    """see(ranks, "FLAGS"): a run with SMALL and these flags."""
+    root = tmp_path_factory.mktemp("flags")
+    others = {"other": root / "other", "file": root / "flags.json", "first": root / "first"}
+    write_tokens(others["other"], seed=2)
+    others["file"].write_text(json.dumps({"lr": 1e-4}))
+    small = f"{SMALL.replace('--lr 3e-3', '')} --data {tokens}"  # so that a file can give --lr
+    pool(1, run_command, f"{small} --max_steps 1 --out {others['first']}".split())
+    numbers = itertools.count()
+
+    @functools.cache
+    def call(ranks: int, flags: str) -> Seen:
+        out = root / f"run-{next(numbers)}"
+        if flags.startswith("again"):
+            shutil.copytree(others["first"], out)
+        argv = f"{small} --out {out} {flags.removeprefix('again')}".format(**others).split()
+        (status, printed, error, operations), *_ = pool(ranks, run_and_count, argv)
+        return Seen(Run(out, status, printed, error), operations)
+
+    return call
+
+
+def flags_in_help() -> set[str]:
+    """The flags that --help lists, and --config."""
+    _, printed, _ = run_command(["--help"])
+    return {*re.findall(r"^  --(\w+)", printed, re.M)} - {"help", "version"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_flag_has_the_effect_that_its_row_names(see, name):
+    row = ROWS[name]
+    if name == "device" and torch.cuda.is_available():
+        pytest.skip("with a GPU, --device cuda is not refused")
+    with_flag, without = see(row.ranks, f"{row.flags} --{row.flag}"), see(row.ranks, row.flags)
+    assert_seen(row, with_flag, without)
+
+
+def test_every_flag_has_a_row():
+    shown = [*ROWS, *ELSEWHERE, *EXTRAS]
+    assert len(shown) == len({*shown})
+    assert {*shown} == flags_in_help()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_test_that_shows_a_flag_exists(name):
+    file, _, function = ELSEWHERE[name].partition("::")
+    assert f"def {function}(" in Path(__file__).with_name(file).read_text()
