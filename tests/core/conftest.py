@@ -220,19 +220,11 @@ def read_rows(path: Path, key: str) -> list[dict]:
 
 def full_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The full tensors of a checkpoint, read in this process."""
-    index = json.loads((path / "index.json").read_text())
-    dtypes = {"F32": torch.float32}
+    reader = checkpoint.Reader(path)
     found = {}
-    for name, entry in index["tensors"].items():
-        found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
-    nested = {}
-    for name, tensor in found.items():
-        *folders, last = name.split(".")
-        place = nested
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = tensor
-    checkpoint.load_state(path, nested)
+    for name, saved in reader.tensors.items():
+        found[name] = torch.empty_like(saved.full, device="cpu")
+        reader.fill(name, found[name])
     return found
 
 
