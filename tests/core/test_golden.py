@@ -108,7 +108,7 @@ def initial_weights(pool, tokens: Path, out: Path, seed: int) -> dict[str, tuple
     flags = f"--seed {seed} --max_steps 1 --warmup_steps 0 --lr 0"
     tensors = read_tensors(checkpoint_in(run(pool, tokens, out, 1, flags)))
     return {
-        name: ([*tensor.shape], tensor.sum().item(), tensor.norm().item())
+        name: ([*tensor.shape], tensor.double().sum().item(), tensor.double().norm().item())
         for name, tensor in tensors.items()
         if name.startswith("model.")
     }

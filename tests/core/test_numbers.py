@@ -1,6 +1,6 @@
 """A run has the losses, gradient norms, weights and moments of an independent trainer.
 
-`train` below is the reference: a plain decoder in float64, torch.optim.AdamW with two groups,
+`train` below is the reference: a plain decoder, torch.optim.AdamW with two groups,
 torch.nn.utils.clip_grad_norm_, the schedules written down once more, and for a step the mean over
 micro-batches of their mean losses. It reads the bytes of a token folder and the initial weights in
 a checkpoint, and uses nothing of this project. So a fault that all meshes share, which comparisons
@@ -208,7 +208,7 @@ def checkpoint_in(out: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that one rank has written, by name, in float64."""
+    """The tensors of a checkpoint that one rank has written, by name."""
     raw = (path / "rank-00000.safetensors").read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     tensors = {}
@@ -216,7 +216,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if name != "__metadata__" and entry["dtype"] == "F32":
             begin, end = (start + offset for offset in entry["data_offsets"])
             values = np.frombuffer(raw[begin:end], np.float32).reshape(entry["shape"])
-            tensors[name] = torch.from_numpy(values.astype(np.float64))
+            tensors[name] = torch.from_numpy(values.copy())
     return tensors
 
 
