@@ -44,10 +44,9 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-NO_MODULES = ("__init__.py", "setup.py")
 PATHS = [*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"), *ROOT.glob("text/*.py")]
 PATHS += ROOT.glob("tools/**/*.py")
-MODULES = {module_name(path): path for path in PATHS if path.name not in NO_MODULES}
+MODULES = {module_name(path): path for path in PATHS if path.name != "__init__.py"}
 
 
 @functools.cache
