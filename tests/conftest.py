@@ -362,10 +362,9 @@ def rows(run: Path, key: str = "loss") -> list[dict]:
     return [row for row in read_log(run / "metrics.jsonl") if key in row]
 
 
-def start_row(step: int = 0, began: str | None = None, **config) -> dict:
+def start_row(step: int = 0, **config) -> dict:
     """The row of a start of a log."""
-    began = began or "2026-11-28T00:00:00+00:00"
-    row = {"step": step, "event": "start", "time": began, "config": config}
+    row = {"step": step, "event": "start", "time": "2026-11-28T00:00:00+00:00", "config": config}
     return row | {"host": "here", "ranks": 2, "device": "cpu"}
 
 

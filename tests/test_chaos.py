@@ -26,10 +26,7 @@ from conftest import (
 
 import checkpoint
 from errors import UsageError
-from log import read_starts
-from tools import plan
-from tools.measuring import hosts, runs
-from tools.planning import predict
+from tools.measuring import hosts
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
 STEPS = 80
@@ -195,26 +192,3 @@ def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, 
     assert exit_statuses(start([])) == [0, 0]
     assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
     assert_same(whole, disk / "out")
-
-
-@pytest.mark.chaos(proves="the time that kills cost, over minutes")
-def test_the_goodput_of_a_killed_run_is_as_predicted(tokens, tmp_path):
-    """The run is killed 15 times, every 8 s on average. tools.plan --run reads its costs."""
-    out, rng = tmp_path / "out", random.Random(0)
-    text = "--max_steps 1000000 --save_interval 100 --log_interval 10"
-    argv = flags(f"--data {tokens} --out {out} {text}")
-    for kills in range(16):
-        (rank,) = fork_ranks(1, train_on_host, argv, [], tmp_path / "said")
-        if kills < 15:
-            rank.join(rng.expovariate(1 / 8))
-            rank.kill()
-            rank.join()
-    wait_until(lambda: rows(out)[-1]["step"] > read_starts(out)[-1]["step"], 60)
-    rank.kill()
-    log = runs.read(str(out), "killed")
-    goodput, between = log.training[-1]["time"] / log.age, log.age / 15
-    _, _, took = plan.parse(["--run", str(out), "--peak_tflops", "1"])
-    interval = 100 * took.step_time
-    predicted = predict.training_share(interval, took.save, took.restart, between)
-    print(f"\ngoodput {goodput:.1%}, predicted {predicted:.1%}, {took}")
-    assert goodput == pytest.approx(predicted, abs=0.05)

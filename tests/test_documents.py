@@ -120,10 +120,11 @@ def words_of_the_code() -> set[str]:
 
 @documents
 def test_names_that_a_document_mentions_occur_in_the_code(path):
-    """Only names with an underscore or inner capitals. For x_norm the code may contain x."""
+    """Only names with an underscore or inner capitals. For x_norm or x_min the code may have x."""
     for text in inline_code(path):
         if re.fullmatch(r"[A-Za-z]+_\w+|[A-Z]+[a-z]\w*[A-Z]\w*", text):
-            known = {text, text.removesuffix("_norm")} & (words_of_the_code() | NAMES_OF_OTHERS)
+            names = {text, text.removesuffix("_norm"), text.removesuffix("_min")}
+            known = names & (words_of_the_code() | NAMES_OF_OTHERS)
             assert known or re.search(rf"\b{text}\b", own_code(path)), text
 
 

@@ -35,7 +35,6 @@ ORDER = [
     "tools.measuring.commits tools.measuring.hosts tools.measuring.parity",
     "tools.measuring.fuzz",
     "tools.bench tools.check tools.checkpoint tools.compare tools.hf tools.plan tools.replay",
-    "tools.report",
 ]
 LINE = {name: i for i, names in enumerate(ORDER) for name in names.split()}
 

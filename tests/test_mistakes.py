@@ -93,9 +93,6 @@ MISTAKES = {
     "tools.compare": [
         ("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
     ],
-    "tools.report": [
-        ("{other} --out {root}/nowhere/page.html", "nowhere/page.html'", 1),
-    ],
     "tools.bench": [
         ("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
         ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp needs an even"),

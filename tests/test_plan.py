@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import random
 import re
 import statistics
 
@@ -255,7 +254,7 @@ def test_json_has_the_figures_of_the_text():
     printed = "\n".join(plan.report(found))
     one = json.loads(json.dumps(plan.figures(found), allow_nan=False))
     assert one["step_time"] == one["compute"] + one["optimizer"] + sum(one["exposed"].values())
-    (sent,), goodput = one["sends"], one["goodput"]
+    (sent,) = one["sends"]
     for figure in (
         f"gradients {plan.gigabytes(one['state']['gradients'])} + ",
         f"activations {plan.gigabytes(one['memory']['activations'])}",
@@ -267,11 +266,8 @@ def test_json_has_the_figures_of_the_text():
         f"here {0.98 * one['step_time']:.4g} to {1.42 * one['step_time']:.4g} s",
         f"{one['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {one['mfu']:.1%}",
         f"{one['training_hours']:,.1f} hours x {one['mesh']['dp_shard']}",
-        f"one in {predict.INTERRUPTION / 8:,.3g} hours; a save costs {goodput['save']:.3g} s",
-        f"{goodput['saving'][0]['share']:.1%} of the time is training",
     ):
         assert figure in printed
-    assert goodput["save"] == one["checkpoint"]["bytes_per_rank"] / predict.WRITE
     assert one["fits"] is True and one["measured"] is None
 
 
@@ -445,35 +441,6 @@ def test_the_vocabulary_is_read_from_the_data(tokens):
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _, _ = plan.parse(argv)
     assert request.data_facts.vocab_size == SIZES["olmo-1b"].vocab_size
-
-
-def simulate(interval: float, save: float, restart: float, between: float) -> float:
-    """The share of the time that is spent on training, with random interruptions."""
-    rng, time, kept = random.Random(0), 0.0, 0.0
-    for _ in range(20_000):  # each from one interruption to the next
-        life = rng.expovariate(1 / between)
-        time += life
-        kept += max(0.0, life - restart) // (interval + save) * interval
-    return kept / time
-
-
-@pytest.mark.parametrize("save, restart", [(1, 10), (600, 1800)])
-def test_predicted_goodput_matches_a_simulation(save, restart):
-    between = 11_000.0
-    best = math.sqrt(2 * save * between)
-    shares = []
-    for interval in (best / 4, best, 4 * best):
-        shares.append(predict.training_share(interval, save, restart, between))
-        assert shares[-1] == pytest.approx(simulate(interval, save, restart, between), abs=0.02)
-    assert shares[1] > max(shares[0], shares[2])  # the middle interval is the best one
-
-
-def test_a_restart_costs_the_seconds_from_the_last_row_to_the_next():
-    """The first start has no row before it. The second run was lost 3 s before the next start."""
-    starts = [{"at": 0.0, "last_at": None}, {"at": 13.0, "last_at": 10.0}]
-    starts.append({"at": 30.0, "last_at": 20.0})
-    rows = [{"at": at} for at in (5.0, 10.0, 15.0, 20.0, 31.0, 40.0)]
-    assert plan.restarts(rows, starts) == [5.0, 11.0]
 
 
 def test_a_plan_of_a_run_shows_what_was_measured(run, pool):

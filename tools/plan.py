@@ -82,12 +82,10 @@ def build_parser() -> errors.Parser:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run. Times are medians in seconds."""
+    """Measurements of a run."""
 
-    step_time: float
+    step_time: float  # the median, in seconds
     peak_memory: int  # bytes of tensors on a GPU, or bytes of the whole process on a CPU
-    save: float | None  # None if the run has saved no checkpoint
-    restart: float | None  # None if the run has not restarted
 
 
 def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None]:
@@ -171,29 +169,11 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     local_size = start.get("ranks_per_host", options.nproc_per_node)
     cluster = make_cluster(options, start["ranks"], local_size, device_type)
     facts = DataFacts(start["tokens_in_vocabulary"], start.get("tokenizer"), start["data"])
-    saves = [row["blocking_seconds"] for row in log.rows if row.get("event") == "checkpoint"]
     measured = Measured(
         step_time=statistics.median(row["step_time"] for row in rows[1:] or rows),
         peak_memory=on_device or max(row["peak_host_memory"] for row in rows),
-        save=median_or_none(saves),
-        restart=median_or_none(restarts(log.rows, log.starts)),
     )
     return Request(flags, cluster, facts, recorded), measured
-
-
-def restarts(rows: list[dict], starts: list[dict]) -> list[float]:
-    """Return the seconds from the last row before each restart to the first row after it."""
-    waits = []
-    for start in starts:
-        if start["last_at"] is not None:
-            waits.append(
-                min(row["at"] for row in rows if row["at"] > start["at"]) - start["last_at"]
-            )
-    return waits
-
-
-def median_or_none(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,29 +215,6 @@ class Plan:
             "bytes_per_rank": written,
             "bytes_per_host": local_size * written,
         }
-
-    def goodput(self) -> dict:
-        """The number and cost of interruptions, and the share of the time spent on training.
-
-        The cost of a save and of a restart is the measured one if there is one, else a prediction.
-        """
-        saved, took = self.checkpoint(), self.measured
-        write = saved["bytes_per_rank"] / predict.WRITE
-        copy = saved["bytes_per_rank"] / predict.COPY
-        save = took and took.save or (copy if self.run.async_save else write)
-        restart = took and took.restart or self.run.timeout + write
-        step_time = (took or self.speed).step_time
-        total = 3600 * self.hours if self.options.tokens else self.run.max_steps * step_time
-        between = 3600 * predict.INTERRUPTION / self.request.cluster.world_size
-        found = {"interruptions": total / between, "hours_between": between / 3600}
-        found |= {"save": save, "restart": restart, "saving": []}
-        for name, interval in (
-            ("the best", math.sqrt(2 * save * between)),  # Young 1974
-            ("--save_interval", self.run.save_interval * step_time or total),
-        ):
-            share = predict.training_share(interval, save, restart, between)
-            found["saving"].append({"name": name, "interval": interval, "share": share})
-        return found
 
     def communication(self) -> list[dict]:
         """One row per axis and collective of a step."""
@@ -309,7 +266,6 @@ def figures(plan: Plan) -> dict:
         "sends": plan.communication(),
         "checkpoint": plan.checkpoint(),
         "training_hours": plan.hours if plan.options.tokens else None,
-        "goodput": plan.goodput(),
         "measured": plan.measured and dataclasses.asdict(plan.measured),
     }
 
@@ -321,7 +277,6 @@ def report(plan: Plan) -> Iterator[str]:
     yield from describe_communication(plan)
     yield from describe_checkpoint(plan)
     yield from describe_step(plan)
-    yield from describe_goodput(plan)
     if took := plan.measured:
         yield (
             f"measured    step {took.step_time:.4g} s, the median; peak memory "
@@ -431,17 +386,6 @@ def describe_step(plan: Plan) -> Iterator[str]:
             f"training    {tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
             f"{plan.hours * devices:,.0f} device-hours"
         )
-
-
-def describe_goodput(plan: Plan) -> Iterator[str]:
-    found = plan.goodput()
-    yield (
-        "goodput     {interruptions:,.3g} interruptions, one in {hours_between:,.3g} hours; "
-        "a save costs {save:.3g} s, a restart {restart:.3g} s".format(**found)
-    )
-    for saving in found["saving"]:
-        line = "{share:.1%} of the time is training, saving every {interval:,.0f} s ({name})"
-        yield " " * 12 + line.format(**saving)
 
 
 def gigabytes(size: int) -> str:

@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -26,9 +25,7 @@ class Log:
 
     name: str
     folder: Path
-    starts: list[dict]  # with "at" and "last_at": see `on_time_line`
-    rows: list[dict]  # that count, with "at", without those of a start's end
-    age: float  # the "at" of the last row
+    starts: list[dict]
     training: list[dict]  # training rows, each with its "time" since the start of the run
     val: list[dict]  # evaluations, each with the "time" of its step
     values: dict[str, dict]  # {"loss" or "parameter": {step: {name: {column: value}}}}
@@ -37,15 +34,6 @@ class Log:
     def config(self) -> dict:
         """The values of all flags at the last start."""
         return self.starts[-1]["config"]
-
-    def goodput(self) -> str:
-        """Describe the share of the time that was spent in steps which count."""
-        useful = self.training[-1]["time"]
-        share = useful / self.age if self.age else math.nan
-        return (
-            f"goodput {share:.0%}: {useful:,.0f} of the {self.age:,.0f} s since the first start "
-            "were training steps, lost steps excluded"
-        )
 
     def final_val_loss(self) -> float | None:
         """Return the last validation loss; None before the first evaluation."""
@@ -101,12 +89,10 @@ def read(folder: str, name: str) -> Log:
     found, torn = read_all_rows(file)
     if torn:
         print(f"{file}: {plural(torn, 'line')} skipped: not JSON", file=sys.stderr)
-    found = on_time_line(found)
     starts = [row for row in found if row.get("event") == "start"]
     if not starts:
         raise UsageError(f"{folder} is not the folder of a run that has started")
-    rows = [with_nan(row) for row in drop_void(found) if "end" not in row]
-    training, val = with_times(rows)
+    training, val = with_times([with_nan(row) for row in drop_void(found)])
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
     losses = {}
@@ -118,32 +104,7 @@ def read(folder: str, name: str) -> Log:
     for row in read_rows(run / "optim.jsonl"):
         parameters.setdefault(row.pop("step"), {})[row.pop("parameter")] = row
     values = {"loss": losses, "parameter": parameters}
-    return Log(name, run, starts, rows, found[-1]["at"], training, val, values)
-
-
-def on_time_line(rows: list[dict]) -> list[dict]:
-    """Return all rows of a file with `at`: seconds since the run first started.
-
-    Within a start they are those of a clock that never jumps. The time between two starts is that
-    of the hosts' clocks, or 0 if a clock was set back. A start also has `last_at`, that of the row
-    before it, or None in the first start.
-    """
-    found = []
-    began = at = written = None
-    for row in rows:
-        now = seconds(row["time"]) if "time" in row else written
-        if row.get("event") == "start":
-            row = row | {"last_at": at}
-            began = 0.0 if at is None else at + max(0.0, now - written)
-        at = (began or 0.0) + row.get("elapsed", 0.0)
-        written = now
-        found.append(row | {"at": at})
-    return found
-
-
-def seconds(time: str) -> float:
-    """Seconds since the epoch."""
-    return datetime.fromisoformat(time).timestamp()
+    return Log(name, run, starts, training, val, values)
 
 
 def with_nan(row: dict) -> dict:

@@ -41,9 +41,6 @@ LAUNCH = 5e-6
 # protocol takes the other fifth (github.com/NVIDIA/nccl-tests, issues 212 and 326).
 LINK_EFFICIENCY = 0.8
 
-# Bytes per second at which a rank writes a save, or copies an async save to the host: both assumed
-WRITE, COPY = 1e9, 10e9
-
 # Quartiles of measured / predicted seconds in the 21 `blind` rows of docs/published.json: half of
 # the runs lie between the two, a quarter was faster, and a quarter was slower.
 TOOK = (0.98, 1.42)
@@ -51,10 +48,6 @@ TOOK = (0.98, 1.42)
 # A rehearsed step is not compiled. Measured / predicted seconds of the three blind rows of
 # modded-nanogpt's 124M parameters, which were compiled
 COMPILED = (0.64, 0.69)
-
-# Device-hours between two interruptions. Llama 3 had 419 unexpected ones in 54 days on 16,384 GPUs
-# (arXiv 2407.21783, section 3.3.4).
-INTERRUPTION = 54 * 24 * 16_384 / 419
 
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
 # and gaps in torch's caching allocator. --strategy auto fills 80%, since it only estimates.
@@ -447,9 +440,3 @@ def is_last_only(row: Communication, grad_sync: str) -> bool:
     if row.collective == "all_gather" or grad_sync == "micro_batch":
         return False
     return grad_sync == "batch" or row.collective == "all_reduce"
-
-
-def training_share(interval: float, save: float, restart: float, between: float) -> float:
-    """Share of the time spent on training that is not lost (Daly 2006, equation 20). In seconds."""
-    saves = (interval + save) / between
-    return interval / between * math.exp(-restart / between - saves) / -math.expm1(-saves)
