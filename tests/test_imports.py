@@ -32,7 +32,7 @@ ORDER = [
     "tools.measuring.harness tools.measuring.runs tools.measuring.tables",
     "tools.planning.rehearse",
     "tools.planning.predict",
-    "tools.measuring.commits tools.measuring.hosts tools.measuring.parity",
+    "tools.measuring.hosts tools.measuring.parity",
     "tools.measuring.fuzz",
     "tools.bench tools.check tools.checkpoint tools.compare tools.hf tools.plan tools.replay",
 ]

@@ -1,11 +1,8 @@
-"""Compare runs by their logs: A/B tests, seeds, sweeps, or one run on two meshes or commits.
+"""Compare runs by their logs: A/B tests, seeds, sweeps, or one run on two meshes.
 
 python -m tools.compare runs/norm runs/adaptive
 python -m tools.compare runs/*
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
-python -m tools.compare --commits HEAD . -- --strategy fsdp
-
-The exit status of --commits is 1 if the numbers differ, so `git bisect run` can call it.
 """
 
 import argparse
@@ -13,23 +10,12 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 import numpy as np
 
 import errors
-from tools.measuring import commits
-from tools.measuring.harness import temporary_folder
-from tools.measuring.runs import (
-    NEVER,
-    Log,
-    compare,
-    differences,
-    different_flags,
-    read,
-    read_all,
-)
+from tools.measuring.runs import Log, compare, different_flags, read_all
 from tools.measuring.tables import markdown_table
 
 MOST_COLUMNS = 6  # with more runs, each run is a row
@@ -116,97 +102,21 @@ def p_value(pairs: list[float]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Commits
-
-
-def compare_commits(args: argparse.Namespace) -> int:
-    """Run the same steps on two commits, and print where their numbers first differ.
-
-    Return the exit status, 1 if they do.
-    """
-    descriptions = [commits.describe(commit) for commit in args.commits]
-    logs = []
-    with temporary_folder("compare-") as folder:
-        for number, (commit, description) in enumerate(zip(args.commits, descriptions)):
-            print(f"running {description}", file=sys.stderr)
-            path = folder / str(number)
-            out = commits.run_steps(commit, args.nproc_per_node, args.flags, path)
-            logs.append(read(out, commit))
-        print(describe_pair(*logs, args.tolerance))
-    return int(is_different(*logs, args.tolerance))
-
-
-def is_different(first: Log, log: Log, limit: float) -> bool:
-    """Whether a loss or a statistic that both runs logged differs: see `first_difference`."""
-    found = differences(first, log, limit)
-    return any(not text.startswith(NEVER) for text in found.values())
-
-
-def describe_pair(first: Log, log: Log, tolerance: float) -> str:
-    """Describe where the numbers of two commits first differ, what a step sends, and speeds."""
-    logs = [first, log]
-    if is_different(first, log, tolerance):
-        header, *rows = zip(*compare(logs, tolerance))
-        lines = [markdown_table(header, rows)]
-    else:
-        lines = [describe_equal(first, log, tolerance)]
-    sent = [bytes_sent(each.folder) for each in logs]
-    word = "differ" if sent[0] != sent[1] else "are equal"
-    lines.append(f"the bytes that a step hands to torch {word}; speeds are not compared")
-    for each, text in zip(logs, sent):
-        speed = median(row["tokens_per_second"] for row in each.training)
-        lines.append(f"{each.name}: {text}; {speed:,.0f} tokens/s")
-    return "\n".join(lines)
-
-
-def describe_equal(first: Log, log: Log, tolerance: float) -> str:
-    """State that all values of two commits are equal, with the number of common parameters."""
-    names = first.parameters() & log.parameters()
-    parameters = errors.plural(len(names), "parameter")
-    steps = errors.plural(len(log.training), "step")
-    within = f"within {tolerance:g}" if tolerance else "bit for bit"
-    return f"{first.name} and {log.name} are equal {within}: losses and {parameters} in {steps}"
-
-
-def bytes_sent(run: Path) -> str:
-    """Describe what rank 0 handed to torch in the step that --profile counted."""
-    path = run / "profile/rank_0.json"
-    if not path.exists():
-        return "bytes not counted (--profile)"
-    found = []
-    for row in json.loads(path.read_text())["communicated"]:
-        found.append(f"{row['bytes']:,} bytes of {row['kind']} over {row['axis']}")
-    return ", ".join(sorted(found)) or "no bytes"
-
-
-# --------------------------------------------------------------------------------------------------
 # The command line
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = errors.Parser(prog="tools.compare", description=__doc__)
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="run folders, such as runs/a runs/b")
-    help = "run 20 steps on two commits; . is the working tree; flags of train.py follow after --"
-    add("--commits", nargs=2, metavar=("A", "B"), help=help)
-    help = "ranks of each run of --commits (default: 2)"
-    add("--nproc_per_node", type=errors.number(int, 1), default=2, metavar="N", help=help)
+    add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "relative difference above which a loss or a parameter counts as different (default: "
-    help += "0.01; for commits: 0)"
-    add("--tolerance", type=errors.positive_number, metavar="T", help=help)
-    end = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
-    if bool(args.runs) == bool(args.commits) or (args.runs and args.flags):
-        parser.error("give RUN ..., or --commits A B [-- FLAGS]")
-    if args.tolerance is None:
-        args.tolerance = 1e-2 if args.runs else 0.0
-    return args
+    help += "0.01)"
+    add("--tolerance", type=errors.positive_number, default=1e-2, metavar="T", help=help)
+    return parser.parse_args(argv)
 
 
 def run(argv: list[str]) -> int:
     args = parse(argv)
-    if args.commits:
-        return compare_commits(args)
     logs = read_all(args.runs)
     if len(logs) > MOST_COLUMNS:
         by_loss = sorted(logs, key=lambda log: log.ended_loss() or math.inf)

@@ -1,4 +1,4 @@
-"""The log of a run, read for tables, pages and comparisons."""
+"""The log of a run, read for tables and comparisons."""
 
 import math
 import sys
@@ -13,7 +13,6 @@ from log import drop_void, read_all_rows, read_log
 # A parameter's difference counts only if it exceeds GROWTH times all earlier ones. Rounding errors
 # grow too: in float32, those above the default tolerance grew 12-fold in a step, 41-fold in ten.
 GROWTH = 100
-NEVER = "never"  # the first word of a cell if two runs do not differ
 
 # --------------------------------------------------------------------------------------------------
 # The log of a run
@@ -259,7 +258,7 @@ def first_difference(reference: dict, other: dict, limit: float, growth: float) 
             line = f"step {step}: {first.name} {first.column} by {first.size:.1g}"
             others = {found.name for found in beyond} - {first.name}
             return f"{line}, and {len(others)} more" if others else line
-    return f"{NEVER}: at most {largest:.1g} in {common} steps that both runs logged"
+    return f"never: at most {largest:.1g} in {common} steps that both runs logged"
 
 
 def differences_of_step(a_rows: dict[str, dict], b_rows: dict[str, dict]) -> list[Difference]:
