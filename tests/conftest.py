@@ -44,6 +44,7 @@ from tools import checkpoint as commands
 ROOT = Path(__file__).parent.parent
 pool, job = core.pool, core.job  # fixtures: the ranks of tests/core, and jobs on `tokens`
 TRAIN = ROOT / "train.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TINY = (
     "--n_layer 2 --n_head 4 --n_kv_head 2 --d_model 32 --d_ff 64 --seq_len 16 "
     "--global_batch_size 8 --sample_tokens 0 --wrap block"

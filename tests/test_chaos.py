@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hosts
 import pytest
 from conftest import (
     assert_same,
@@ -26,7 +27,6 @@ from conftest import (
 
 import checkpoint
 from errors import UsageError
-from tools.measuring import hosts
 
 RUN = "--strategy fsdp --save_interval 5 --dtype float32 --max_steps"
 STEPS = 80

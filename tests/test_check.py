@@ -5,14 +5,17 @@ import io
 import json
 import math
 import subprocess
+import time
+from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, copy_with, flags, resolve
+from conftest import ROOT, TORCHRUN, copy_with, flags, resolve
 
+import dist
 from tools import check
 from tools.measuring import parity
-from tools.measuring.harness import TORCHRUN
 from tools.planning.rehearse import Communication
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
@@ -400,6 +403,39 @@ def test_links_are_timed_in_few_rounds(hosts, local_size, count):
 )
 def test_a_link_is_slow_beside_the_faster_quarter(seconds, slow):
     assert check.slow_links(dict(enumerate(seconds))) == slow
+
+
+def find_slow_links(local_size: int, slow: set[tuple[int, int]]) -> list[str]:
+    """Time the links of hosts of `local_size` ranks, some slowed down; return the problems."""
+    dist.start("cpu")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def transfer_late(operations) -> list:
+        (link,) = {
+            (one.peer, rank) if one.op is torch.distributed.irecv else (rank, one.peer)
+            for one in operations
+        }
+        works = transfer(operations)
+        time.sleep(0.01 * (4 if link in slow and link[1] == rank else 1))
+        return works
+
+    transfer = torch.distributed.batch_isend_irecv
+    ranks = Namespace(names=[f"rank {number}" for number in range(size)])
+    ranks.world = Namespace(size=size, local_size=local_size, device=torch.device("cpu"))
+    found = parity.Check()
+    with mock.patch.object(torch.distributed, "batch_isend_irecv", transfer_late):
+        check.links(ranks, found)
+    assert found.figures.keys() >= {"across hosts GB/s"}
+    return found.problems
+
+
+@pytest.mark.slow(proves="it depends on times")
+def test_only_a_slow_link_between_hosts_is_reported(pool):
+    """There are two hosts of two ranks. Within a host of CPUs, a link is memory that all share."""
+    for lines in pool(4, find_slow_links, 2, {(3, 2), (1, 3)}):
+        assert [line.partition(" takes ")[0] for line in lines] == [
+            "slow: the link from rank 1 to rank 3"
+        ]
 
 
 @pytest.mark.slow(proves="four ranks and the default tolerances")

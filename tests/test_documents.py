@@ -34,8 +34,8 @@ FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeu
 FLAGS_OF_OTHERS += ["--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"]
 FLAGS_OF_OTHERS += ["--model_args", "--tasks", "--shutdown-timeout"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
-# Names of Hugging Face
-NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer"}
+# Names of Hugging Face and of torch
+NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer", "OMP_NUM_THREADS"}
 PATCHES = "".join(path.read_text() for path in ROOT.glob("examples/*.patch"))
 FORKED = {*re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)", PATCHES, re.M)}  # files that forks add
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -251,9 +251,8 @@ def test_commands_of_a_document_have_the_flags_shown(path):
 @documents
 def test_flags_that_a_document_mentions_exist(path):
     flags = dict.fromkeys(FLAGS_OF_OTHERS, [])
-    tables = [("tools.bench", table) for table in ("strategies", "peers")]
-    for command in [("torchrun",), *tables, *((name,) for name in COMMANDS)]:
-        for name, choices in flags_of(*command).items():
+    for command in ("torchrun", *COMMANDS):
+        for name, choices in flags_of(command).items():
             flags[name] = [*flags.get(name, []), *choices]
     check_flags(FLAG.findall(read(path)), flags, path)
     for text in inline_code(path):

@@ -29,12 +29,12 @@ ORDER = [
     "sample",
     "train",
     "tools.common",
-    "tools.measuring.harness tools.measuring.runs tools.measuring.tables",
+    "tools.measuring.runs tools.measuring.tables",
     "tools.planning.rehearse",
     "tools.planning.predict",
-    "tools.measuring.hosts tools.measuring.parity",
+    "tools.measuring.parity",
     "tools.measuring.fuzz",
-    "tools.bench tools.check tools.checkpoint tools.compare tools.hf tools.plan tools.replay",
+    "tools.check tools.checkpoint tools.compare tools.hf tools.plan tools.replay",
 ]
 LINE = {name: i for i, names in enumerate(ORDER) for name in names.split()}
 

@@ -93,11 +93,6 @@ MISTAKES = {
     "tools.compare": [
         ("{unlogged}", "unlogged has no training row yet: let it run until its first one"),
     ],
-    "tools.bench": [
-        ("strategies --model huge", "argument --model: invalid choice: 'huge' (choose"),
-        ("strategies --nproc 1 --only hsdp", "no strategy is left: hsdp needs an even"),
-        ("peers --path {root}", "no nanoGPT with data/shakespeare_char/train.bin there"),
-    ],
     "tools.check": [
         ("--json {root}/nowhere/check.json", "check.json: there is no folder "),
     ],

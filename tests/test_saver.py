@@ -1,13 +1,18 @@
 """Saving: the order on disk, saves that are refused, and weights of one rank that are corrupted."""
 
+import ctypes
 import os
 import re
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import file_names, listen, make_saver, rows
+from conftest import file_names, listen, make_saver, memory_taken, rows
+from torch.distributed import tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import checkpoint
 import model
@@ -54,6 +59,27 @@ def test_a_refused_save_only_logs_a_row(tmp_path, one_rank):
     assert saver.ends_run
     assert file_names(tmp_path / "checkpoints") == [".step-00000002.tmp"]
     assert saver.take_rows() == []
+
+
+def memory_of_a_save(folder: Path, async_save: bool) -> float:
+    """The peak of host memory that a save needs, as a multiple of the rank's shard."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    weights = {str(i): tensor.ones(1024, 4096, device_mesh=mesh) for i in range(16)}
+    state = {name: whole.redistribute(placements=[Shard(0)]) for name, whole in weights.items()}
+    del weights
+    saver = make_saver(folder, async_save, 1, 0)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
+    taken = memory_taken(lambda: (saver.save(state, {"step": 1}), saver.wait()))
+    assert saver.failure is None
+    return taken / sum(weight.to_local().nbytes for weight in state.values())
+
+
+@pytest.mark.slow(proves="a checkpoint that is larger than what Python needs")
+@pytest.mark.parametrize("async_save, most", [(False, 0.3), (True, 1.1)])
+def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_save, most):
+    for multiple in pool(2, memory_of_a_save, tmp_path, async_save):
+        assert multiple < most
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,21 +1,15 @@
-"""tools/compare.py and tools/bench.py, as `python -m tools.compare` and `python -m tools.bench`."""
+"""tools/compare.py as `python -m tools.compare`."""
 
-import ctypes
 import itertools
 import json
 import math
 import statistics
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT, make_saver, memory_taken, rows, start_row
-from torch.distributed import tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from conftest import ROOT, rows, start_row
 
-from tools import bench, compare
+from tools import compare
 
 # --------------------------------------------------------------------------------------------------
 # compare
@@ -272,106 +266,3 @@ def test_losses_are_paired_by_their_seeds_in_any_order():
     assert compare.verdict(first, other, 1) == compare.verdict(
         first, dict(sorted(other.items())), 1
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# bench
-
-
-def bench_rows(capsys, *arguments) -> list[dict]:
-    assert bench.main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["rows"]
-
-
-def memory_of_a_save(folder: Path, async_save: bool) -> float:
-    """The peak of host memory that a save needs, as a multiple of the rank's shard."""
-    torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    weights = {str(i): tensor.ones(1024, 4096, device_mesh=mesh) for i in range(16)}
-    state = {name: whole.redistribute(placements=[Shard(0)]) for name, whole in weights.items()}
-    del weights
-    saver = make_saver(folder, async_save, 1, 0)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # return free memory to the system first
-    taken = memory_taken(lambda: (saver.save(state, {"step": 1}), saver.wait()))
-    assert saver.failure is None
-    return taken / sum(weight.to_local().nbytes for weight in state.values())
-
-
-@pytest.mark.slow(proves="a checkpoint that is larger than what Python needs")
-@pytest.mark.parametrize("async_save, most", [(False, 0.3), (True, 1.1)])
-def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_save, most):
-    for multiple in pool(2, memory_of_a_save, tmp_path, async_save):
-        assert multiple < most
-
-
-def test_bench_runs_only_strategies_that_fit_the_processes():
-    args = {"model": "tiny", "micro_batch_size": 1, "device": "cpu", "flags": "", "only": None}
-    runs = bench.flags_of_runs(Namespace(**args, hosts=1, nproc=1))
-    assert list(runs) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP"]
-    runs = bench.flags_of_runs(Namespace(**args, hosts=3, nproc=2))
-    assert "single" not in runs and len(runs) == 8
-    assert "--dp_replicate 3" in runs["hsdp"] and "--global_batch_size 48" in runs["hsdp"]
-    assert runs["hsdp, micro_batch"] == f"{runs['hsdp']} --grad_sync micro_batch"
-
-
-SMALL = ["strategies", "--nproc=2", "--device=cpu", "--micro_batch_size=2", "--steps=2"]
-SMALL += ["--rounds=1", "--flags=--n_layer 2 --seq_len 16"]
-
-
-@pytest.mark.slow(proves="the benchmark of every strategy")
-def test_bench_strategies_prints_each_strategy_and_its_limit(capsys):
-    found = {row["strategy"]: row for row in bench_rows(capsys, *SMALL)}
-    assert list(found) == ["single", "ddp", "fsdp", "SHARD_GRAD_OP", "hsdp"]
-    assert found["single"]["ratio to single"] == [1.0]
-    for row in found.values():
-        assert row["of the limit"] == [row["tokens/s/device"][0] / row["limit"][0]]
-        assert 0 < row["of the limit"][0] < 1
-
-
-NANOGPT = """
-import sys
-import torch
-assert "--n_embd=128" in sys.argv
-print("step 0: train loss 4.2, val loss 4.1")
-speed = 2 if "--compile=True" in sys.argv else 1
-weight = torch.zeros(128, 128, requires_grad=True)
-for step, time in enumerate([1000, 500, 250, 125, 100]):
-    (torch.randn(768, 128) @ weight).sum().backward()
-    print(f"iter {step}: loss 4.2, time {time / speed:.2f}ms, mfu -100.00%")
-"""
-
-
-@pytest.fixture
-def nanogpt(tmp_path, tokens) -> Path:
-    """A folder like a checkout of nanoGPT, whose train.py only prints."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "shakespeare_char").symlink_to(tokens)
-    (tmp_path / "train.py").write_text(NANOGPT)
-    return tmp_path
-
-
-@pytest.mark.slow(proves="the benchmark of every trainer")
-def test_bench_peers_measures_all_trainers(nanogpt, capsys):
-    """The first steps do not count. A step of nanoGPT has 12 x 64 tokens.
-
-    The rows of transformers are there if it is installed with accelerate.
-    """
-    sizes = ("--n_layer=1", "--steps=3", "--rounds=1", "--device=cpu")
-    found = bench_rows(capsys, "peers", f"--path={nanogpt}", *sizes)
-    speed_of_nanogpt = 768 / 0.125
-    assert [row["tokens/s"] for row in found[:2]] == [[speed_of_nanogpt], [2 * speed_of_nanogpt]]
-    measured = {row["trainer"] for row in found}
-    assert set(bench.MODES) - measured <= {"Trainer ddp", "Trainer ddp bfloat16"}
-    for row in found:  # relative to the faster mode
-        assert row["ratio to nanoGPT compiled"] == [row["tokens/s"][0] / (2 * speed_of_nanogpt)]
-        assert row["of the limit"] == [row["tokens/s"][0] / row["limit"][0]]
-        assert 100 < row["MB"][0] < 5000
-    limits = [row["limit"][0] for row in found]  # the fake nanoGPT has one layer's two products
-    assert min(limits[:2]) > 2 * max(limits[2:])
-
-
-def test_bench_shows_the_error_of_a_trainer_that_failed(nanogpt, capsys):
-    (nanogpt / "train.py").write_text("raise SystemExit('no such data')")
-    assert bench.main(["peers", "--path", str(nanogpt)]) == 1
-    error = capsys.readouterr().err
-    assert "\nno such data\n" in error and error.splitlines()[-1].endswith(" failed")

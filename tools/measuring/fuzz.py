@@ -34,7 +34,6 @@ from model import ModelConfig
 from tools import common
 from tools.common import NEW_RUN, Origin, Run, read_full
 from tools.measuring import parity
-from tools.measuring.harness import temporary_folder
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
 from tools.planning.rehearse import leave_group
 
@@ -389,6 +388,6 @@ def check_draws(fuzzer: Fuzzer, draws: Iterable[dict]) -> int:
 
 def fuzz(count: int, seed: int, draw: dict | None = None) -> int:
     """Check `count` draws, or only `draw`; return the exit status."""
-    with temporary_folder("fuzz-") as root:
+    with common.temporary_folder("fuzz-") as root:
         fuzzer = Fuzzer(RankPool(), root)
         return check_draws(fuzzer, [draw] if draw else fuzzer.draws(count, seed))

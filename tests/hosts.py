@@ -1,7 +1,6 @@
 """Hosts on one machine: network namespaces connected by a switch. Needs root and iproute2."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -11,9 +10,6 @@ import time
 from collections.abc import Iterator
 
 from errors import UsageError
-from tools.measuring.harness import TORCHRUN
-
-PORTS = itertools.count(29500)  # for the rendezvous, one for each job
 
 
 @contextlib.contextmanager
@@ -25,7 +21,7 @@ def hosts(count: int, link: str) -> Iterator[list[str]]:
     """
     if os.geteuid() or not shutil.which("tc"):
         raise UsageError("hosts need root, and ip and tc: apt-get install iproute2")
-    prefix = f"bench-{os.getpid()}"
+    prefix = f"test-{os.getpid()}"
     switch = f"{prefix}-switch"
     names = [f"{prefix}-host{number}" for number in range(count)]
     # SIGTERM becomes an exception, so that `finally` runs
@@ -84,24 +80,3 @@ def kill_all(namespace: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.05)
-
-
-def inside(namespace: str) -> list[str]:
-    """Return the prefix of a command that runs in a namespace."""
-    # By default gloo uses the address of the host's name, which does not exist there.
-    return ["ip", "netns", "exec", namespace, "env", "GLOO_SOCKET_IFNAME=eth0"]
-
-
-def torchrun(namespaces: list[str], nproc: int, script: list[str]) -> list[list[str]]:
-    """Return commands that start `nproc` ranks on each host, or on this machine without hosts."""
-    launcher = [*TORCHRUN, f"--nproc_per_node={nproc}"]
-    if not namespaces:
-        return [[*launcher, "--standalone", *script]]
-    launcher.append(f"--nnodes={len(namespaces)}")
-    launcher.append(f"--master_addr={address(0)}")
-    launcher.append(f"--master_port={next(PORTS)}")
-    commands = []
-    for number, namespace in enumerate(namespaces):
-        place = [f"--node_rank={number}", f"--local_addr={address(number)}"]
-        commands.append([*inside(namespace), *launcher, *place, *script])
-    return commands
