@@ -182,19 +182,6 @@ def load_state(
         raise error
 
 
-def load_weights(path: Path, weights: dict[str, Tensor], **options) -> None:
-    """Load only the weights of a model, {name: tensor}, as `load_state` does with these options."""
-    load_state(path, {weights_in(path): weights}, **options)
-
-
-def weights_in(path: Path) -> str:
-    """Return the name in a checkpoint of the weights for evaluations, samples and exports.
-
-    A fork whose checkpoints also have averages of the weights returns theirs.
-    """
-    return "model"
-
-
 def flatten(state: dict, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of nested dicts, each with its keys joined by dots."""
     for key, value in state.items():

@@ -329,36 +329,6 @@ def replicate(model: nn.Module, mesh: DeviceMesh, keep_gradients: bool) -> nn.Mo
     )
 
 
-@contextmanager
-def weights_replaced(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Let the model compute with other weights within this context, for example with averages.
-
-    model    the decoder, not DDP around it
-    tensors  by parameter name, laid out like the parameters; the others keep their values
-
-    After a forward pass, FSDP still holds the gathered weights of its root and last unit. They are
-    dropped before and after, because the next pass would use them in place of the new ones.
-    """
-    drop_gathered(model)
-    weights = {name: p.detach() for name, p in model.named_parameters() if name in tensors}
-    kept = {name: weight.clone() for name, weight in weights.items()}
-    try:
-        for name, weight in weights.items():
-            weight.copy_(tensors[name])
-        yield
-    finally:
-        drop_gathered(model)
-        for name, weight in weights.items():
-            weight.copy_(kept[name])
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Free FSDP's full weights. Then the parameters are this rank's shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def warm_up_buckets(model: DistributedDataParallel, *inputs: Tensor) -> None:
     """Make DDP choose its final buckets now, in a forward and backward pass without other effects.
 

@@ -52,7 +52,7 @@ def load_model(path: Path, config: ModelConfig, device: torch.device) -> Transfo
     model = meta_model(config)
     model.to_empty(device=device)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    checkpoint.load_weights(path, weights)
+    checkpoint.load_state(path, {"model": weights})
     return model
 
 

@@ -257,7 +257,7 @@ def load(state: State, start: Start) -> None:
     }
     with dist.raise_on_all_ranks():
         if origin.only_weights:
-            checkpoint.load_weights(origin.path, state.tensors["model"], **options)
+            checkpoint.load_state(origin.path, {"model": state.tensors["model"]}, **options)
         else:
             checkpoint.load_state(origin.path, state.tensors, **options)
 

@@ -6,10 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import build_run, resolve, train_step
+from conftest import build_run, resolve
 
 import dist
-import train
 from estimate import memory_of
 
 
@@ -210,42 +209,3 @@ def test_auto_chooses_the_first_strategy_that_fits(size, local_size, strategies)
     need = sum(memory_of(ddp).values())
     found = [resolve(text, **ranks, device_memory=room) for room in (2 * need, need, 1)]
     assert [run.strategy for run in found] == strategies
-
-
-def losses_around_a_replacement(argv: list[str]) -> list[float]:
-    """Evaluations of the weights, of zeros and of the weights, and the losses of two steps."""
-    run = build_run(argv)
-    weights = run.state.tensors["model"]
-    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    train_step(run, 1)
-    found = [train.evaluate(run.state, run.start.val_batches)]
-    with dist.weights_replaced(run.state.decoder, zeros):
-        found.append(train.evaluate(run.state, run.start.val_batches))
-    found.append(train.evaluate(run.state, run.start.val_batches))
-    with dist.weights_replaced(run.state.decoder, {"norm.weight": zeros["norm.weight"]}):
-        assert train.evaluate(run.state, run.start.val_batches) == found[1]
-    for step in (2, 3):
-        train_step(run, step)
-        found.append(float(run.state.loss))
-    return found
-
-
-@pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp --reshard_after_forward false"])
-def test_replaced_weights_leave_no_trace(on_ranks, mesh):
-    ranks = 1 if mesh == "single" else 2
-    text = f"--max_steps 3 --micro_batch_size 4 --dtype float32 --strategy {mesh}"
-    for found in on_ranks(ranks, losses_around_a_replacement, text):
-        before, of_zeros, after, *_ = found
-        assert of_zeros == pytest.approx(math.log(320))  # all logits are 0
-        assert before == after != of_zeros
-    without = on_ranks(ranks, losses_of_steps, text)
-    assert [one[-2:] for one in on_ranks(ranks, losses_around_a_replacement, text)] == without
-
-
-def losses_of_steps(argv: list[str]) -> list[float]:
-    run = build_run(argv)
-    losses = []
-    for step in (1, 2, 3):
-        train_step(run, step)
-        losses.append(float(run.state.loss))
-    return losses[1:]

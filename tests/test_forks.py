@@ -72,10 +72,6 @@ def git(*arguments, folder: Path, check: bool = True) -> bool:
     return process.returncode == 0
 
 
-# Both are a value of --optimizer; both give a block another argument.
-CONFLICTS = [{"ema", "diloco"}, {"document-mask", "speedrun"}]
-
-
 def test_any_two_forks_compose(tmp_path):
     """In either order, as docs/forking.md says: with --3way, like commits that are rebased."""
     git("init", "--quiet", folder=tmp_path)
@@ -101,7 +97,7 @@ def test_any_two_forks_compose(tmp_path):
     for one, other in itertools.permutations(PATCHES, 2):
         git("apply", "--index", one, folder=tmp_path)
         composes = git("apply", "--3way", other, folder=tmp_path, check=False)
-        assert composes == ({one.stem, other.stem} not in CONFLICTS), f"{one.stem}, {other.stem}"
+        assert composes, f"{one.stem}, {other.stem}"
         git("reset", "--quiet", "--hard", folder=tmp_path)
 
 
@@ -199,12 +195,9 @@ def train_alike(fork: Fork, options: str, *meshes: str) -> list[Path]:
 
 TRAINED = {
     "z-loss": "--z_loss 0.01",
-    "ema": "--optimizer ema --eval_interval 5",
     "qwen3": "--qk_norm",
     "document-mask": "--end_of_text 256",
-    "kv-cache": "",
     "diloco": "--optimizer diloco --eval_interval 20 --save_interval 20",
-    "speedrun": "--plain_qk_norm --relu2 --zero_outputs --bigrams 4608 --value_embeddings",
     "chat": "",
     "wsd-sqrt": "--schedule wsd-sqrt",
     "share": "--clip share --max_grad_norm 0.1",
@@ -277,15 +270,6 @@ def test_z_loss_is_added_in_training_only__z_loss(fork):
         assert added == pytest.approx(0.01 * math.log(320) ** 2, rel=0.01)
 
 
-@REAL_RUNS
-def test_losses_are_the_same_on_every_mesh__speedrun(fork):
-    tricks = "--optimizer muon --plain_qk_norm --relu2 --zero_outputs --bigrams 4608"
-    train_alike(fork, f"--max_steps 4 {tricks}", "--strategy fsdp", "--tp 2")
-    added = f"--max_steps 4 {tricks} --value_embeddings"  # not under tp
-    one, two = (fork.train(ranks, added, f"{ranks}-ranks") for ranks in (1, 2))
-    assert_same_losses(one, two)
-
-
 DOCUMENTS = """
 import torch, model
 config = model.ModelConfig(320, n_layer=2, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=24,
@@ -351,51 +335,6 @@ def test_qwen3_trains_on_every_mesh__qwen3(fork):
 def test_logits_are_those_of_transformers__qwen3(fork):
     pytest.importorskip("transformers")
     fork.python("-c", QWEN3, fork.folder)
-
-
-AVERAGED = """
-import sys, torch, checkpoint
-from pathlib import Path
-run, model = map(Path, sys.argv[1:])
-path = checkpoint.list_checkpoints(run)[-1]
-reader = checkpoint.Reader(path)
-import sample
-net = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
-for name, weight in net.named_parameters():
-    found = {}
-    for prefix in ("model", "optimizer.average"):
-        found[prefix] = torch.empty(weight.shape)
-        reader.fill(f"{prefix}.{name}", found[prefix])
-    assert weight.equal(found["optimizer.average"]) and not weight.equal(found["model"])
-exported, _ = checkpoint.map_safetensors(model / "model.safetensors")
-assert exported["model.embed_tokens.weight"].equal(net.embed.weight)
-"""
-
-
-@REAL_RUNS
-def test_all_but_training_uses_the_averaged_weights__ema(fork):
-    options = "--max_steps 6 --eval_interval 3 --lr 1e-2 --optimizer ema"
-    runs = train_alike(fork, options, "--strategy fsdp")
-    plain = fork.train(1, options.replace("ema", "adamw"), "plain")
-    assert [row["loss"] for row in rows(plain)] == [row["loss"] for row in rows(runs[0])]
-    for run in runs:
-        last = rows(run, "val_loss")[-1]["val_loss"]
-        assert last != pytest.approx(rows(plain, "val_loss")[-1]["val_loss"], rel=1e-3)
-        line = fork.python("train.py", "--eval_only", "--out", run, "--device", "cpu")
-        assert float(re.search(r"val_loss (\d+\.\d+)", line)[1]) == pytest.approx(last, abs=2e-6)
-        model = run / "exported"
-        fork.python("-m", "tools.hf", "export", run, model)
-        fork.python("-c", AVERAGED, run, model)
-
-
-@REAL_RUNS
-def test_sampling_with_a_cache_gives_the_same_text__kv_cache(fork):
-    run = fork.train(2, "--max_steps 4 --strategy fsdp", "run")
-    options = ["--run", run, "--device", "cpu", "--max_new_tokens", "24", "--seed", "3"]
-    options += ["--prompt", "abc"]
-    with_cache = fork.python("sample.py", *options)
-    plain = [sys.executable, str(ROOT / "sample.py"), *map(str, options)]
-    assert with_cache == subprocess.run(plain, capture_output=True, text=True).stdout != ""
 
 
 @REAL_RUNS

@@ -119,16 +119,15 @@ def write_json(file: Path, contents: dict) -> None:
 def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> None:
     """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
     reader = checkpoint.Reader(path)
-    prefix = checkpoint.weights_in(path)
     layout = {}
     ours = {}  # name in Hugging Face's Llama -> name in the checkpoint
     for name, weight in weights.items():
-        saved = reader.tensors.get(f"{prefix}.{name}")
+        saved = reader.tensors.get(f"model.{name}")
         if saved is None or saved.full.shape != weight.shape:
-            problem = f"no {prefix}.{name} of {weight.shape}"
+            problem = f"no model.{name} of {weight.shape}"
             raise checkpoint.CheckpointError(f"cannot read {path}: {problem}")
         layout[hf_name(name)] = weight
-        ours[hf_name(name)] = f"{prefix}.{name}"
+        ours[hf_name(name)] = f"model.{name}"
 
     def read(name: str) -> torch.Tensor:
         return read_full(reader, ours[name]).float()
