@@ -210,7 +210,7 @@ def check_command(words: list[str], path: Path) -> None:
     command, arguments = words[start], words[start + 1 :]
     if len(words) == 1 and command.endswith(".py"):  # a file
         return
-    if command in FORKED or command == "examples/patches.py":
+    if command in FORKED:
         return
     assert command in COMMANDS, command
     if words[0] == "torchrun":
