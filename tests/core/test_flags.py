@@ -53,7 +53,7 @@ max_grad_norm 100          | 1 |                               | clipped from 1
 max_grad_norm_ratio 1e-3   | 1 | --clip adaptive               | clipped from 1
 max_skipped 2              | 1 | --lr 1e300                    | rows loss 1 2 3
 log_interval 2             | 1 |                               | rows loss 1 2 4 5
-eval_interval 2            | 1 |                               | rows val_loss 2 4 5
+eval_interval 2            | 1 | --max_steps 4                 | rows val_loss 2 4
 eval_sequences 5           | 1 |                               | val_loss from 5
 optim_metrics_interval 2   | 1 |                               | files + optim.jsonl
 peak_tflops 1              | 1 |                               | mfu from 1
@@ -171,7 +171,8 @@ def see_column(with_flag: Seen, without: Seen, name: str, _from: str, step: str)
 
 def see_rows(with_flag: Seen, without: Seen, name: str, *steps: str) -> None:
     """The steps of the rows that have the column."""
-    assert [*with_flag.column(name)] == [*map(int, steps)] != [*without.column(name)]
+    found, others = ([row["step"] for row in seen.run.rows(name)] for seen in (with_flag, without))
+    assert found == [*map(int, steps)] != others
 
 
 def see_files(with_flag: Seen, without: Seen, sign: str, name: str) -> None:
