@@ -115,7 +115,8 @@ def test_functions_that_a_document_mentions_exist(path):
 
 @functools.cache
 def words_of_the_code() -> set[str]:
-    return {word for file in CODE for word in re.findall(r"\w+", file.read_text())}
+    files = [*CODE, *ROOT.glob("examples/*.py")]
+    return {word for file in files for word in re.findall(r"\w+", file.read_text())}
 
 
 @documents
