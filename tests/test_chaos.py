@@ -69,7 +69,7 @@ def assert_same_run(whole: Path, out: Path) -> None:
     assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]
 
 
-@pytest.mark.chaos(proves="kills at moments that nobody chose")
+@pytest.mark.slow(proves="kills at moments that nobody chose")
 @pytest.mark.parametrize("options", ["", "--async_save --watchdog"])
 def test_a_run_killed_thirty_times_ends_with_the_same_weights(run, tokens, tmp_path, options):
     text = f"{RUN} 750"  # time for 30 kills at 25 steps each
@@ -159,7 +159,7 @@ def strike(kind: str, victim, other, host: str, out: Path, rng: random.Random) -
         hosts.ip(f"-n {host} link set eth0 up")
 
 
-@pytest.mark.chaos(proves="lost hosts, full disks and torn files, drawn at random")
+@pytest.mark.slow(proves="lost hosts, full disks and torn files, drawn at random")
 @pytest.mark.parametrize("seed", range(100))
 def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, request, seed):
     rng = random.Random(seed)

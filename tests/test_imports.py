@@ -246,3 +246,29 @@ def test_no_module_can_execute_the_files_that_it_reads():
         source = path.read_text()
         for call in ("torch.load(", "weights_only", "allow_pickle", " eval(", " exec("):
             assert call not in source, f"{name} has {call}"
+
+
+# --------------------------------------------------------------------------------------------------
+# What the first command imports
+
+IMPORTED = """
+import runpy, sys
+sys.path.insert(0, ".")
+sys.argv = ["train.py", *sys.argv[1:]]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+print(*(module.__file__ for module in sys.modules.values() if getattr(module, "__file__", None)))
+"""
+
+
+def test_the_first_command_imports_the_files_of_the_readme_and_no_others(tokens, tmp_path):
+    flags = f"--strategy fsdp --max_steps 2 --warmup_steps 1 --data {tokens} --out {tmp_path}/run"
+    command = [sys.executable, "-c", IMPORTED, *flags.split()]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(file) for file in printed.splitlines()[-1].split()]
+    found = {str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)}
+    readme = (ROOT / "README.md").read_text()
+    listed = re.findall(r"\w+\.py", re.search(r"^\| file .*?\n\n", readme, re.M | re.S)[0])
+    assert found | {"train.py"} == {*listed}

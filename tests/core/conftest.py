@@ -56,7 +56,6 @@ SMALL = (
 
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "slow(proves): shows what the default suite cannot")
-    config.addinivalue_line("markers", "chaos(proves): kills runs a hundred times")
 
 
 # --------------------------------------------------------------------------------------------------

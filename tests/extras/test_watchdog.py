@@ -106,7 +106,7 @@ def train_until(argv: list[str], folder: Path, first: str) -> int:
         return train.main(argv)
 
 
-@pytest.mark.chaos(proves="a death at each place where a group of gloo connects")
+@pytest.mark.slow(proves="a death at each place where a group of gloo connects")
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_rank_that_dies_before_it_connects_is_reported(tokens, tmp_path, first):
     text = f"--data {tokens} --out {tmp_path}/run --strategy fsdp --max_steps 4 {WATCHED}"
