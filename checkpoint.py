@@ -575,7 +575,6 @@ class Saver:
         self.extra_files = extra_files
         self.rows: list[dict] = []
         self.failure: str | None = None  # "cannot write PATH: REASON" if the last save failed
-        self.ends_run = False  # set by `refuse` if no later save could be better
 
     def save(self, state: dict, manifest: dict) -> None:
         """Save `state`, nested dicts of tensors and DTensors, as step manifest["step"]."""
@@ -584,10 +583,9 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in progress: there is one only in extras/async_save.py."""
 
-    def refuse(self, step: int, why: str, ends_run: bool = False) -> None:
+    def refuse(self, step: int, why: str) -> None:
         """Report the save of `step` as failed without trying it: earlier checkpoints are better."""
         self.wait()
-        self.ends_run = ends_run
         self.add_row(step, {"error": why}, began=time.perf_counter())
 
     def take_rows(self) -> list[dict]:

@@ -524,9 +524,8 @@ def compute_defaults(
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
         filled["peak_tflops"] = PEAK_TFLOPS.get(machine.device_name)
     spans_hosts = machine.world_size > machine.local_size
-    for name, extra in (("watchdog", "watchdog"), ("check_replicas", "replicas")):
-        if filled[name] is None:
-            filled[name] = spans_hosts and extra not in deleted
+    if filled["watchdog"] is None:
+        filled["watchdog"] = spans_hosts and "watchdog" not in deleted
     dist.blocks_per_unit(filled["wrap"])  # raises if no unit has this name
     return filled
 

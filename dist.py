@@ -91,11 +91,6 @@ class Settings:
         "once",
         "name the rank that died or hangs, and end the job (default: on several hosts)",
     ] = None
-    check_replicas: Annotated[
-        bool | None,
-        "free",
-        "before each save, compare the weights of replicas bit by bit (default: on several hosts)",
-    ] = None
 
 
 # Starting, compiling and saving may take this many times --timeout, and so may a collective, in

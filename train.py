@@ -174,8 +174,6 @@ def train(state: State, run: Run, start: Start) -> int:
             if saver.rows:
                 log.checkpoints(saver.take_rows())
 
-            if saver.ends_run:
-                break
             if log.has_lost:  # the run's folder was moved; all ranks must stop after the same step
                 stop.signalled = True
             if state.step % 100 == 0:
@@ -183,7 +181,7 @@ def train(state: State, run: Run, start: Start) -> int:
 
         # The end. The last step has been saved: if a signal ends its evaluation, a later start
         # does only that.
-        if not stopped and not saver.ends_run:
+        if not stopped:
             with log.pause():
                 val_loss = evaluate(state, start.val_batches, stop)
                 log.evaluation(state.step, val_loss)
@@ -386,8 +384,7 @@ def profile_steps(run: Run, start: Start, batches: MicroBatches, in_flight: list
 def save(state: State, run: Run, start: Start, saver: checkpoint.Saver) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
-    Does not save if the loss of a rank or a weight is not finite, nor if replicas of a weight
-    differ between ranks, which also ends the run (saver.ends_run). Raises RunError if the run's
+    Does not save if the loss of a rank or a weight is not finite. Raises RunError if the run's
     folder was moved.
     """
     if run.checkpoint == "none":
@@ -398,20 +395,7 @@ def save(state: State, run: Run, start: Start, saver: checkpoint.Saver) -> None:
     if not is_finite(state):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
-    if difference := compare_replicas(state, run):
-        saver.refuse(state.step, f"{difference}: check these devices", ends_run=True)
-        return
     saver.save(state.tensors, {"step": state.step, "tokens": state.tokens} | run.manifest)
-
-
-def compare_replicas(state: State, run: Run) -> str | None:
-    """Describe a weight that differs between its replicas, with --check_replicas, if any does."""
-    if not run.check_replicas:
-        return None
-    errors.need_extra("replicas", "--check_replicas")
-    from extras import replicas
-
-    return replicas.find_difference(state.tensors["model"])
 
 
 def is_finite(state: State) -> bool:
@@ -535,8 +519,6 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         say(*describe_start(run, start))  # first, because memory may not suffice for the model
     state = build(run, start.mesh, init_weights=origin.path is None)
     load(state, start)
-    if difference := compare_replicas(state, run):
-        raise errors.UsageError(f"{difference}: start all ranks with the same code and data")
     if run.eval_only:
         val_loss = evaluate(state, start.val_batches)
         say(describe_evaluation(run, start, val_loss))
@@ -591,9 +573,8 @@ def describe_defaults(run: Run) -> Iterator[str]:
         yield f"this may need more than {usable}: see Memory in docs/reference.md"
     elif chosen := config.chosen_for_memory(run):
         yield f"{' '.join(chosen)}: chosen to fit into {usable}"
-    for name in ("watchdog", "check_replicas"):
-        if getattr(run, name) and getattr(run.given, name) is None:
-            yield f"--{name}, because the job spans several hosts"
+    if run.watchdog and run.given.watchdog is None:
+        yield "--watchdog, because the job spans several hosts"
 
 
 def indented(lines: Iterable[str]) -> list[str]:

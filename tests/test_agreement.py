@@ -74,7 +74,7 @@ def test_a_rank_whose_hardware_differs_ends_the_run(on_ranks, tmp_path):
 
 
 def test_source_hash_covers_the_modules_in_all_folders(tmp_path):
-    files = [tmp_path / name for name in ("train.py", "extras/replicas.py", "text/encode.py")]
+    files = [tmp_path / name for name in ("train.py", "extras/muon.py", "text/encode.py")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
     # Each file changes, the first one twice. Then two files are exchanged, and one is renamed.

@@ -300,17 +300,16 @@ def test_the_default_learning_rate_depends_on_the_width():
 
 
 @pytest.mark.parametrize(
-    "text, hosts, deleted, watchdog, check_replicas",
+    "text, hosts, deleted, watchdog",
     [
-        ("", 1, [], False, False),
-        ("", 2, [], True, True),
-        ("", 2, ["watchdog"], False, True),
-        ("", 2, ["replicas"], True, False),
-        ("--watchdog false --check_replicas false", 2, [], False, False),
-        ("--watchdog --check_replicas", 1, ["watchdog", "replicas"], True, True),
+        ("", 1, [], False),
+        ("", 2, [], True),
+        ("", 2, ["watchdog"], False),
+        ("--watchdog false", 2, [], False),
+        ("--watchdog", 1, ["watchdog"], True),
     ],
 )
-def test_a_job_on_several_hosts_is_watched(text, hosts, deleted, watchdog, check_replicas):
-    """Unless these files were deleted. A flag that was given keeps its value, and is refused."""
+def test_a_job_on_several_hosts_is_watched(text, hosts, deleted, watchdog):
+    """Unless the file was deleted. A flag that was given keeps its value, and is refused."""
     run = resolve(text, deleted=deleted, world_size=2 * hosts, local_size=2)
-    assert (run.watchdog, run.check_replicas) == (watchdog, check_replicas)
+    assert run.watchdog == watchdog

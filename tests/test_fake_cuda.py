@@ -42,10 +42,6 @@ READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for outside the steps, by (function, what)
 OUTSIDE = {("optim.py __init__", BLOCKS)}
-OUTSIDE |= {
-    ("replicas.py find_difference", BLOCKS),
-    ("replicas.py find_difference", ASKS),
-}
 OUTSIDE |= {("start.py open_start", BLOCKS)}
 OUTSIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("model.py generate", BLOCKS), ("model.py generate", READS)}

@@ -126,7 +126,6 @@ OTHER_VALUES = {"schedule": "wsd", "clip": "adaptive", "optimizer": "muon", "dty
 OTHER_VALUES |= {"data": "tokens/b", "wrap": "block", "strategy": "fsdp", "compile": True}
 OTHER_VALUES |= {"reshard_after_forward": False, "grad_sync": "shard", "async_save": True}
 OTHER_VALUES |= {"activation_checkpointing": "full", "tracker": "wandb", "checkpoint": "none"}
-OTHER_VALUES |= {"check_replicas": True}
 OTHER_VALUES |= {"micro_batch_size": 4, "lr": 0.125, "beta1": 0.5, "beta2": 0.5, "min_lr": 1e-4}
 
 

@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import re
-import socket
 import sys
 from pathlib import Path
 
@@ -49,14 +47,13 @@ def test_an_extra_file_cannot_replace_a_file_of_the_checkpoint(tmp_path, one_ran
 def test_a_refused_save_only_logs_a_row(tmp_path, one_rank):
     (tmp_path / "checkpoints/.step-00000002.tmp").mkdir(parents=True)  # left by a killed save
     saver = make_saver(tmp_path, False, 1, 0)
-    saver.refuse(3, "a weight is not finite", ends_run=True)
+    saver.refuse(3, "a weight is not finite")
     path = checkpoint.step_path(tmp_path, 3)
     (row,) = saver.take_rows()
     assert row.pop("seconds") == row.pop("blocking_seconds")
     failed = {"step": 3, "event": "checkpoint_failed", "error": "a weight is not finite"}
     assert row == failed | {"path": str(path)}
     assert saver.failure == f"cannot write {path}: a weight is not finite"
-    assert saver.ends_run
     assert file_names(tmp_path / "checkpoints") == [".step-00000002.tmp"]
     assert saver.take_rows() == []
 
@@ -83,11 +80,11 @@ def test_a_save_takes_no_more_host_memory_than_its_shard(pool, tmp_path, async_s
 
 
 # --------------------------------------------------------------------------------------------------
-# A weight that one rank corrupts
+# A weight of one rank that is not finite
 
 
-def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tuple[int, str, str]:
-    """Run train.py. In its fourth forward pass, a weight of rank `odd` loses a bit or is nan."""
+def listen_with_nan(argv: list[str], odd: int) -> tuple[int, str, str]:
+    """Run train.py. In its fourth forward pass, a weight of rank `odd` becomes nan."""
     passes = []
 
     def corrupt(module: torch.nn.Module, inputs: tuple) -> None:
@@ -97,40 +94,18 @@ def listen_with_a_fault(argv: list[str], odd: int, name: str, fault: str) -> tup
             return
         passes.append(module)
         if len(passes) == 4 and int(os.environ["RANK"]) == odd:
-            weight = module.get_parameter(name).detach()
-            weight = getattr(weight, "_local_tensor", weight).view(-1)
-            weight.view(torch.int32)[0] ^= 1 << 12
-            weight[0] *= torch.nan if fault == "nan" else 1
+            weight = module.get_parameter("blocks.0.mlp.down.weight").detach()
+            getattr(weight, "_local_tensor", weight).view(-1)[0] = torch.nan
 
     with torch.nn.modules.module.register_module_forward_pre_hook(corrupt):
         return listen(argv)
 
 
-# (mesh, fault) -> the rank and the weight that change, the other ranks with a copy of that part
-FAULTS = {
-    ("hsdp --dp_shard 2 --async_save", "nan"): (3, "blocks.0.mlp.down.weight", [1]),
-    ("fsdp --tp 2", "bit"): (1, "blocks.0.attention_norm.weight", [0]),
-    ("ddp", "bit"): (2, "blocks.1.attention.q.weight", [0, 1, 3]),
-}
-
-
-@pytest.mark.parametrize("mesh, fault", FAULTS)
-def test_a_corrupted_weight_of_one_rank_is_not_saved(on_ranks, tmp_path, mesh, fault):
-    odd, name, others = FAULTS[mesh, fault]
+def test_a_weight_that_is_not_finite_on_one_rank_is_not_saved(on_ranks, tmp_path):
     out = tmp_path / "run"
-    text = f"--strategy {mesh} --max_steps 5 --save_interval 2 --global_batch_size 4"
-    text += " --check_replicas"
-    answers = on_ranks(4, listen_with_a_fault, text, odd, name, fault)
+    text = "--strategy hsdp --dp_shard 2 --async_save --max_steps 5 --save_interval 2"
+    answers = on_ranks(4, listen_with_nan, f"{text} --global_batch_size 4", 3)
     assert [status for status, _, _ in answers] == [1] * 4
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(out)] == [2]
-    _, _, error = answers[0]
-    assert error.count("\n") == 1
     (failed,) = [row for row in rows(out, "event") if row["step"] == 4]
-    if fault == "nan":
-        assert failed["error"] == "the loss or a weight is not finite"
-        return
-    assert error == f"train.py: error: cannot write {failed['path']}: {failed['error']}\n"
-    assert failed["error"].startswith(f"{name} has different bits on rank ")
-    named = [int(rank) for rank in re.findall(r"rank (\d) \(", error)]
-    assert odd == named[0] or named == [*others, odd]  # of two copies, either may be wrong
-    assert set(named) <= {odd, *others} and socket.gethostname() in error
+    assert failed["error"] == "the loss or a weight is not finite"

@@ -90,7 +90,6 @@ EXTRAS = {
     "profile",
     "tracker",
     "watchdog",
-    "check_replicas",
 }
 
 

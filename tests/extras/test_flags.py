@@ -11,7 +11,6 @@ tp 2                       | 2 |                               | more all_gather
 optimizer muon             | 1 |                               | loss from 2
 loss_chunks 4              | 1 |                               | more mm
 profile 1:3                | 1 |                               | files + rank_0.json
-check_replicas             | 2 | --strategy ddp                | more allreduce
 """
 ROWS = parse_table(TABLE)
 # Flags whose effect is not in a healthy run of a few steps, and the test that shows it

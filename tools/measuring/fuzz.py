@@ -45,8 +45,7 @@ TIMEOUT = timedelta(seconds=30)  # of a collective that another rank never joins
 FLAGS = (
     f"--global_batch_size 24 --max_steps {STEPS} --warmup_steps 2 --schedule constant --lr 1e-3 "
     "--max_grad_norm 0.2 --max_grad_norm_ratio 0.9 --log_interval 1 --optim_metrics_interval 1 "
-    "--eval_interval 0 --eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu "
-    "--check_replicas true"
+    "--eval_interval 0 --eval_sequences 10 --save_interval 0 --sample_tokens 0 --device cpu"
 )
 SIZES = dict(n_layer=3, n_head=4, d_model=32, d_ff=64, seq_len=16)
 # Kind -> meshes: strategy, dp_replicate, dp_shard and tp. The consecutive draws of a model, which
