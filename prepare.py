@@ -1,8 +1,7 @@
 """Tokenize text into a folder that train.py reads: train.bin, val.bin and meta.json.
 
 python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
-python prepare.py --source 'web/*.jsonl.gz' --tokenizer tokenizer.json --out tokens/web
-curl -L URL | python prepare.py --source - --out tokens/web
+python prepare.py --source web/*.jsonl.gz --tokenizer tokenizer.json --out tokens/web
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import errors
@@ -83,7 +82,6 @@ def prepare(
     val_fraction: float = 0.05,
     field: str = "text",
     end_token: str | None = None,
-    num_threads: int = 1,
 ) -> None:
     """Tokenize `sources` (None: the built-in set) into the new token folder `out`.
 
@@ -94,7 +92,7 @@ def prepare(
     """
     encoding = tokenizer.load_encoding(name, end_token)
     new_folder = Path(os.path.realpath(out))
-    corpus = find_files(sources, takes_binary=name == "bytes", text_field=field)
+    corpus = find_files(sources, field)
     with unfinished(new_folder) as folder:
         checksums = {}
         if name not in ("bytes", "gpt2"):
@@ -104,7 +102,7 @@ def prepare(
                 f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()
             }
         encoder = Encoder(encoding)
-        splitter = tokenize(corpus, encoder, folder, val_fraction, num_threads)
+        splitter = tokenize(corpus, encoder, folder, val_fraction)
         if not splitter.size:
             found = corpus.describe_skipped() or plural(len(corpus.files), "file") + " without text"
             raise SourceError(f"the sources contain no text ({found})")
@@ -150,14 +148,10 @@ def describe_tokens(name: str, encoder: Encoder, splitter: Splitter, folder: Pat
 
 def report(out: Path, corpus: Corpus, splitter: Splitter, meta: dict) -> None:
     files = plural(len(corpus.files), "file")
-    if corpus.binary:
-        files += f", {corpus.binary:,} of them binary"
     documents = plural(sum(splitter.documents.values()), "document")
     print(f"read {files}: {documents}, {plural(splitter.size, 'byte')} of text")
     if corpus.describe_skipped():
         print(f"skipped {corpus.describe_skipped()}")
-    for line in corpus.remedies():
-        print(line)
     if corpus.first_broken:
         print(f"the first broken line is {corpus.first_broken}")
     if corpus.replaced:
@@ -185,9 +179,9 @@ def build_parser() -> errors.Parser:
         "--source",
         dest="sources",
         nargs="+",
-        metavar="FILE|DIR|GLOB|-",
-        help="text, .jsonl or .ndjson (also .gz), .parquet, folders, quoted globs, or - for "
-        "standard input (default: the library of the installed Python)",
+        metavar="FILE|DIR",
+        help=".txt, .jsonl, .jsonl.gz or .parquet, or folders of them (default: the library of the "
+        "installed Python)",
     )
     field_help = "field of a row with the text (default: text)"
     add("--field", default="text", metavar="NAME", help=field_help)
@@ -202,13 +196,6 @@ def build_parser() -> errors.Parser:
     fraction = errors.number(float, 1e-9, 1)
     fraction_help = "fraction of the documents kept for validation (default: 0.05)"
     add("--val_fraction", type=fraction, default=0.05, metavar="F", help=fraction_help)
-    add(
-        "--num_threads",
-        type=errors.number(int, 1),
-        default=os.cpu_count(),
-        metavar="N",
-        help="threads that encode; does not change the tokens (default: all cores)",
-    )
     return parser
 
 
@@ -234,10 +221,4 @@ def exit_on_signal(number: int, frame) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_on_signal)
-    try:
-        status = main(sys.argv[1:])
-    except SystemExit as ended:  # from argparse's --help or from exit_on_signal
-        status = ended.code or 0
-    with suppress(OSError):  # the reader of a pipe may have ended
-        sys.stdout.flush()
-    os._exit(status)  # at once: sys.exit would wait for threads that are still encoding
+    sys.exit(main(sys.argv[1:]))

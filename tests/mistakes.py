@@ -48,8 +48,7 @@ def write_sources(root: Path) -> None:
     (text / "a").write_text("text")
     skipped = root / "skipped"
     skipped.mkdir()
-    (skipped / "empty").touch()
-    (skipped / "binary").write_bytes(b"\x7fELF\0")
+    (skipped / "page.html").write_text("<html>")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -64,11 +64,8 @@ MISTAKES = {
     "prepare.py": [
         ("--source {text}/a", "the following arguments are required: --out"),
         ("--out {root}/new --source {root}/nowhere", "cannot be read (No such file or dire"),
-        ("--out {root}/new --source {skipped}", "contains no text (1 binary file, 1 empty fil"),
-        (
-            "--out {root}/new --source {skipped}/binary --tokenizer {root}/tokenizer.json",
-            "is refused (binary file): it has a NUL byte in its first 8,192 bytes: leave it out",
-        ),
+        ("--out {root}/new --source {skipped}", "contains no text (1 file (its suffix is non"),
+        ("--out {root}/new --source {skipped}/page.html", "page.html: prepare.py reads .txt, .js"),
         ("--out {root}/new --tokenizer gpt3", "gpt3: No such file or directory; choose byt"),
         (
             "--out {root}/new --tokenizer {old}/tokenizer.llama3.tiktoken",

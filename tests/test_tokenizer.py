@@ -31,16 +31,13 @@ def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
     return encoding
 
 
-def prepared(
-    tmp_path: Path, texts: dict[str, str | bytes], named: bool = False, **options
-) -> data.TokenFolder:
-    """Prepare a folder of `texts`; with `named`, each of its files is a source."""
+def prepared(tmp_path: Path, texts: dict[str, str], **options) -> data.TokenFolder:
+    """Prepare a folder of `texts`, in files of these names, or NAME.txt if they have no suffix."""
     source = tmp_path / "text"
     source.mkdir(parents=True)
     for name, text in texts.items():
-        (source / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    sources = [str(path) for path in source.iterdir()] if named else [str(source)]
-    prepare.prepare(sources, tmp_path / "tokens", **options)
+        (source / (name if "." in name else f"{name}.txt")).write_bytes(text.encode())
+    prepare.prepare([str(source)], tmp_path / "tokens", **options)
     return data.open_folder(tmp_path / "tokens")
 
 
