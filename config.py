@@ -260,12 +260,6 @@ def merge(layers: dict[str, dict]) -> dict:
     return flags
 
 
-def sources(argv: list[str], saved: dict[str, dict]) -> dict[str, str]:
-    """Return where `parse` found each flag that was given: "typed", or a file."""
-    layers = saved | parse_layers(build_parser(), argv)
-    return {name: source for source, flags in layers.items() for name in flags}
-
-
 def check_paths(flags: dict) -> None:
     """Raise UsageError for an empty path, for example from a shell variable that is not set."""
     for name in ("out", "init_from"):

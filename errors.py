@@ -5,7 +5,6 @@ Only the standard library is imported, so that prepare.py starts without loading
 
 import argparse
 import contextlib
-import difflib
 import errno
 import fcntl
 import json
@@ -86,11 +85,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError; argparse would print many lines of usage and exit."""
-        _, is_unknown, rest = message.partition("unrecognized arguments: ")
-        if is_unknown:
-            name = rest.split()[0].split("=")[0]
-            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            message += f"; did you mean {nearest[0]}?" if nearest else ""
         raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 

@@ -16,18 +16,15 @@ OUT/config.json      the flags as given, in this start or an earlier one; editin
 
 import contextlib
 import dataclasses
-import hashlib
-import itertools
 import json
 import math
 import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch.distributed
 from torch import Tensor
@@ -37,7 +34,6 @@ import checkpoint
 import config
 import data
 import dist
-import optim
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
 from errors import RunError, UsageError, is_at, is_deleted, plural, try_lock
@@ -89,14 +85,13 @@ def start_run(
     machine = dist.find_machine(world)
     mixture = load_mixture() if data.names_mixture(origin.given.data) else None
     source = open_data(origin.given.data, mixture)
-    notes = compare_ranks(argv, source)
+    refuse_other_data(source)
     facts = data.facts_of(source)
     deleted = [name for name in OPTIONAL if is_deleted(name)]
     rest = origin.kept, origin.model_config, deleted
     run = dist.on_rank0(config.resolve, origin.given, machine, facts, *rest)
     changes = dist.on_rank0(compare, origin, run, source)
-    notes += [f"changed: {change}" for change in changes]
-    notes += describe_learning_rate(run, origin)
+    notes = [f"changed: {change}" for change in changes]
     # Refuse hardware that only emulates bfloat16, unless --dtype was given.
     if run.dtype == "bfloat16" and not run.eval_only and origin.given.dtype == "auto":
         with dist.raise_on_all_ranks():
@@ -117,10 +112,6 @@ def open_start(run: Run, origin: "Origin", source: data.Source, world: dist.Worl
             # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
             batch = val_data[indices or [0]].to(world.device)
             val_batches.append((len(indices), batch))
-    first_indices = val_indices
-    if not run.eval_only:
-        first_indices = local_train_indices(run, mesh, range(origin.step + 1, origin.step + 2))
-    refuse_shared_sequences(mesh, itertools.chain.from_iterable(first_indices))
     is_evaluated = dist.on_rank0(has_evaluation, Path(run.out), origin.step)
     return Start(
         world, mesh, origin, source, train_data, val_data, val_batches, is_evaluated=is_evaluated
@@ -147,32 +138,6 @@ def local_val_indices(run: Run, mesh: DeviceMesh, n_sequences: int) -> list[list
     return list(
         data.val_indices(count, n_sequences, run.micro_batch_size, dist.dp_rank(mesh), run.dp_size)
     )
-
-
-def describe_learning_rate(run: Run, origin: "Origin") -> Iterator[str]:
-    """Yield notes on a learning rate that may not be what the user expects."""
-    if run.warmup_steps > run.max_steps:
-        yield (
-            f"--warmup_steps {run.warmup_steps} is more than --max_steps {run.max_steps}: the "
-            "learning rate will not reach --lr"
-        )
-    if run.eval_only or origin.path is None:
-        return
-    if origin.only_weights:
-        if run.given.lr is None:
-            yield (
-                f"the default --lr, {run.lr:.2g}, is meant for training from scratch: give a lower "
-                "one to fine-tune"
-            )
-        return
-    step = origin.step + 1
-    values = origin.manifest.get("config")
-    if values is None:  # a model that tools.hf has imported was not trained here
-        return
-    recorded = SimpleNamespace(**vars(optim.Settings()) | values)
-    before, now = optim.learning_rate(step, recorded), optim.learning_rate(step, run)
-    if now != before:
-        yield f"the learning rate of step {step:,}: {before:.2e} -> {now:.2e}"
 
 
 def describe_evaluation(run: Run, start: Start, val_loss: float) -> str:
@@ -209,7 +174,6 @@ class Origin:
     model_config: ModelConfig | None = None  # of the checkpoint
     kept: dict = field(default_factory=dict)  # see config.resolve
     damaged: dict[Path, str] = field(default_factory=dict)  # newer checkpoints and their problems
-    sources: dict[str, str] = field(default_factory=dict)  # where each flag was given
 
 
 def find_origin(argv: list[str], world: dist.World) -> Origin:
@@ -295,7 +259,7 @@ def without_checkpoint(argv: list[str], out: Path) -> Origin:
 
 def with_flags(argv: list[str], saved: dict[str, dict]) -> Origin:
     """Return the start of a new run with the flags of `saved`, then those typed now."""
-    return Origin(given=config.parse(argv, saved), sources=config.sources(argv, saved))
+    return Origin(config.parse(argv, saved))
 
 
 def with_weights(origin: Origin, path: Path, damaged: dict[Path, str]) -> Origin:
@@ -397,10 +361,7 @@ def compare(origin: Origin, run: Run, source: data.Source) -> list[str]:
     refused = fixed if run.allow_changes else fixed | parts
     if not refused:
         return list(changes.values())
-    lines = []
-    for name in filter(refused.__contains__, changes):  # in the order of the flags
-        source = origin.sources.get(name) or (name in MODEL and origin.sources.get("model"))
-        lines.append(f"{changes[name]} ({source})" if source else changes[name])
+    lines = [changes[name] for name in changes if name in refused]  # in the order of the flags
     does = "use the weights of" if origin.only_weights else "continue from"
     remedy = "change that back"
     if not origin.only_weights:
@@ -510,59 +471,15 @@ def prepare_builtin(path: Path) -> None:
 # What all ranks must agree on
 
 
-def compare_ranks(argv: list[str], source: data.Source) -> list[str]:
-    """Return a line for each rank that was started with other flags or code than rank 0.
-
-    All ranks use rank 0's flags. All ranks call it; it raises UsageError on all of them if a rank
-    has other data.
-    """
-    typed = hashlib.sha256(json.dumps(argv).encode()).hexdigest()
-    ranks = dist.on_all_ranks(lambda: (typed, source_hash(), source.fingerprint))
-    lines = []
-    for rank, (other_typed, other_source, other_fingerprint) in enumerate(ranks):
-        if other_fingerprint != ranks[0][2]:
+def refuse_other_data(source: data.Source) -> None:
+    """Raise UsageError on all ranks if a rank has other data than rank 0. All ranks call it."""
+    fingerprints = dist.on_all_ranks(lambda: source.fingerprint)
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
             raise UsageError(
-                f"rank {rank} has other data than rank 0: the fingerprints are "
-                f"{other_fingerprint} and {ranks[0][2]}; give all ranks the same data"
+                f"rank {rank} has other data than rank 0: the fingerprints are {fingerprint} and "
+                f"{fingerprints[0]}; give all ranks the same data"
             )
-        if other_typed != ranks[0][0]:
-            lines.append(f"rank {rank} was started with other flags; those of rank 0 are used")
-        if other_source != ranks[0][1]:
-            lines.append(f"rank {rank} runs other code than rank 0")
-    return lines
-
-
-def refuse_shared_sequences(mesh: DeviceMesh, first_indices: Iterable[int]) -> None:
-    """Raise UsageError on all ranks if two dp ranks read a sequence, or a tp group different ones.
-
-    `first_indices` are the sequences that this rank reads first. All ranks call it.
-    """
-    replicate_rank, shard_rank, _ = mesh.get_coordinate()
-    local = f"dp_replicate {replicate_rank}, dp_shard {shard_rank}", list(first_indices)
-    indices_of: dict[str, list[int]] = {}  # of each place on the mesh
-    reader_of: dict[int, str] = {}  # of each sequence
-    for rank, (place, indices) in enumerate(dist.on_all_ranks(lambda: local)):
-        if indices != indices_of.setdefault(place, indices):
-            raise UsageError(
-                f"rank {rank} reads the sequences {indices} first, but another rank of its tp "
-                f"group, {place}, reads {indices_of[place]}"
-            )
-        for index in indices:
-            if place != reader_of.setdefault(index, place):
-                raise UsageError(
-                    f"sequence {index} is read twice: by {reader_of[index]} and, on rank {rank}, "
-                    f"by {place}"
-                )
-
-
-def source_hash(root: Path = Path(__file__).parent) -> str:
-    """Return a hash of the paths and contents of a run's Python files: 12 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for pattern in ("*.py", "extras/*.py", "text/*.py"):
-        for path in sorted(root.glob(pattern)):
-            digest.update(f"{path.relative_to(root)}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 # --------------------------------------------------------------------------------------------------

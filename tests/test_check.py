@@ -37,7 +37,7 @@ def test_clean_ranks_pass(pool, tokens, tmp_path):
     assert printed.startswith("pass  ") and found["status"] == "pass"
     assert not list((tmp_path / "work").iterdir())
     assert [name.partition(" (")[0] for name in found["ranks"]] == ["rank 0", "rank 1"]
-    assert found.keys() >= {"date", "code"}
+    assert found["date"]
     assert found["host"]["torch_version"]
     assert found["command"].startswith("python -m tools.check ")
 

@@ -58,7 +58,7 @@ MISTAKES = {
             "cannot continue --out {unsaved}: its run has --checkpoint none: choose",
         ),
         ("--init_from {root}", "{root} contains no checkpoint: name a run folder such as"),
-        ("--init_from {other} --d_ff 80", "d_ff 64 -> 80 (typed); change that back"),
+        ("--init_from {other} --d_ff 80", "d_ff 64 -> 80; change that back"),
         ("--eval_only --init_from {damaged}", "{damaged}: rank-00000.safetensors is mis", 1),
     ],
     "prepare.py": [

@@ -36,6 +36,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 PARQUET_ROWS = 256  # decoded at a time
 BLOCK = 1 << 16  # bytes of a parquet file read at a time
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+OTHER_SUFFIX = f"file (its suffix is none of {', '.join(SUFFIXES)})"
 
 
 class SourceError(ValueError):
@@ -103,6 +104,25 @@ class Corpus:
     first_replaced: Path | None = None
     position: int = 0  # bytes of `files` read so far, as stored on disk
 
+    def files_in(self, folder: Path) -> Iterator[Path]:
+        """Yield the files in a folder that can be read; count the others, and hidden names.
+
+        Hidden names begin with a dot: .git, .cache and .env are no texts.
+        """
+
+        def fail(error: OSError) -> None:  # without this, os.walk skips unreadable folders
+            raise unreadable(error.filename, error)
+
+        for place, subfolders, names in os.walk(folder, onerror=fail):
+            hidden = [name for name in (*subfolders, *names) if name.startswith(".")]
+            self.skipped["hidden name"] += len(hidden)
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            for path in [Path(place, name) for name in names if not name.startswith(".")]:
+                if has_known_suffix(path):
+                    yield path
+                else:
+                    self.skipped[OTHER_SUFFIX] += 1
+
     def read(self) -> Iterator["Chunk"]:
         """Yield the documents of all files, in chunks. Raises SourceError."""
         finished = 0  # bytes of the files before this one
@@ -134,9 +154,6 @@ class Corpus:
         return ", ".join(plural(count, kind) for kind, count in counts if count)
 
 
-OTHER_SUFFIX = f"file (its suffix is none of {', '.join(SUFFIXES)})"
-
-
 def find_files(sources: list[str] | None, text_field: str = "text") -> Corpus:
     """List the files under `sources` (None: the built-in set), in the same order on any machine.
 
@@ -146,7 +163,7 @@ def find_files(sources: list[str] | None, text_field: str = "text") -> Corpus:
     corpus.files = builtin_sources() if sources is None else []
     for source in map(Path, sources or ()):
         if source.is_dir():
-            corpus.files += sorted(files_in(source, corpus.skipped))
+            corpus.files += sorted(corpus.files_in(source))
         elif source.suffix and not has_known_suffix(source):
             suffixes = ", ".join(SUFFIXES)
             raise SourceError(
@@ -164,25 +181,6 @@ def find_files(sources: list[str] | None, text_field: str = "text") -> Corpus:
         found = corpus.describe_skipped() or "no files"
         raise SourceError(f"--source {' '.join(sources or ())} contains no text ({found})")
     return corpus
-
-
-def files_in(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the files in a folder, and count those that are skipped.
-
-    Names that begin with a dot are skipped: .git, .cache and .env are no texts.
-    """
-
-    def fail(error: OSError) -> None:  # without this, os.walk skips unreadable folders
-        raise unreadable(error.filename, error)
-
-    for place, subfolders, names in os.walk(folder, onerror=fail):
-        skipped["hidden name"] += sum(name.startswith(".") for name in (*subfolders, *names))
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for path in [Path(place, name) for name in names if not name.startswith(".")]:
-            if has_known_suffix(path):
-                yield path
-            else:
-                skipped[OTHER_SUFFIX] += 1
 
 
 def has_known_suffix(path: Path) -> bool:

@@ -399,10 +399,9 @@ def run_check(ranks: Ranks) -> Check:
 
 
 def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
-    """Write the results, and the machines and the code that they come from."""
+    """Write the results, and the machines that they come from."""
     found = {
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "code": common.source_hash(),
         "command": shlex.join(["python", "-m", "tools.check", *options.argv]),
         "ranks": ranks.names,
         "host": collect_env.get_env_info()._asdict(),

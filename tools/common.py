@@ -34,7 +34,6 @@ from start import (
     newest_checkpoint,
     open_start,
     read_model,
-    source_hash,
     with_weights,
 )
 from train import MicroBatches, State, build, empty_model, load, load_mixture, train, train_step
@@ -60,7 +59,6 @@ __all__ = [
     "recorded_flags",
     "recorded_model",
     "resolve",
-    "source_hash",
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",

@@ -491,7 +491,6 @@ STARTS = {
         bare(
             "--init_from {p.trained} --data {p.tokens} --max_steps 1 --warmup_steps 1 "
             "--sample_tokens 0 --eval_sequences 10",
-            "default --lr, 0.016, is meant for training from scratch",
             steps=[1],
         ),
     ],
@@ -505,18 +504,14 @@ STARTS = {
     ],
     # Ranks that were started with different flags use those of rank 0
     "other flags on a rank": [
-        Start("--lr 0.00{rank}3", "rank 1 was started with other flags", ranks=2, steps=[1, 2]),
-        bare("--max_steps {rank}3", "rank 1 was started", ranks=2, steps=[1, 2, 3]),
+        Start("--lr 0.00{rank}3", ranks=2, steps=[1, 2]),
+        bare("--max_steps {rank}3", ranks=2, steps=[1, 2, 3]),
     ],
     # The learning rate
-    "long warm-up": [Start("--warmup_steps 3", "warmup_steps 3 is more than", steps=[1, 2])],
+    "long warm-up": [Start("--warmup_steps 3", steps=[1, 2])],
     "longer schedule": [
         Start("--schedule linear", steps=[1, 2]),
-        Start(
-            "--schedule linear --max_steps 4",
-            r"learning rate of step 3: 0.00e\+00 -> 2.00e-03",
-            steps=[1, 2, 3, 4],
-        ),
+        Start("--schedule linear --max_steps 4", steps=[1, 2, 3, 4]),
     ],
     # Data
     "data of one sequence": [
