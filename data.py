@@ -40,12 +40,6 @@ class DataError(ValueError):
     exit_status = 2
 
 
-class DataChanged(DataError):
-    """A token file was written to, or can no longer be read, while a run read it."""
-
-    exit_status = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The flags of the data; config.py explains the annotations."""
@@ -116,9 +110,6 @@ class Sequences(Protocol):
     def place_of(self, n: int) -> str:
         """Return where sequence n is from, for tools.replay."""
 
-    def raise_if_changed(self) -> None:
-        """Raise DataChanged if what was opened was written to."""
-
 
 class TokenDataset:
     """The sequences of one split; `dataset[[n, ...]]` is a batch (B, T + 1) in int64.
@@ -137,7 +128,6 @@ class TokenDataset:
         self.seed = seed
         self.descriptor = os.open(self.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
-        self.identity = self.identify()
         n_tokens = os.fstat(self.descriptor).st_size // folder.dtype.itemsize
         self.n_windows = (n_tokens - 1) // seq_len
         if self.n_windows < 1:
@@ -175,40 +165,10 @@ class TokenDataset:
         # threads share no position in the file.
         for row, n in zip(batch, indices):
             start = self.window(n) * self.seq_len * batch.itemsize
-            with as_data_changed(self.file):
-                size = os.preadv(self.descriptor, [row], start)
-            if size < row.nbytes:
-                raise DataChanged(f"{self.file} was truncated while it was read; {RESTORE}")
-        try:
-            check_range(batch, self.folder.vocab_size, self.file)
-        except DataError:
-            self.raise_if_changed()
-            raise
+            if os.preadv(self.descriptor, [row], start) < row.nbytes:
+                raise DataError(f"{self.file} was truncated while it was read")
+        check_range(batch, self.folder.vocab_size, self.file)
         return torch.from_numpy(batch.astype(np.int64))
-
-    def identify(self) -> tuple[int, ...]:
-        """The size and the time of the last write, which tell of changes to the open file."""
-        found = os.fstat(self.descriptor)
-        return found.st_size, found.st_mtime_ns
-
-    def raise_if_changed(self) -> None:
-        """Raise DataChanged if the open file was written to."""
-        with as_data_changed(self.file):
-            identity = self.identify()
-        if identity != self.identity:
-            raise DataChanged(f"{self.file} was changed while it was read; {RESTORE}")
-
-
-RESTORE = "restore it, and start the run again from a checkpoint before the change"
-
-
-@contextlib.contextmanager
-def as_data_changed(file: Path) -> Iterator[None]:
-    """Turn an OSError, for example of a lost disk (EIO) or server (ESTALE), into DataChanged."""
-    try:
-        yield
-    except OSError as error:
-        raise DataChanged(f"{file} can no longer be read: {error.strerror}; {RESTORE}") from None
 
 
 # --------------------------------------------------------------------------------------------------

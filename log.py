@@ -13,11 +13,10 @@ import os
 import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import BinaryIO
@@ -151,9 +150,7 @@ class Log:
     device           of this rank
     flops_per_token  of the model, for mfu; None: unknown
     step, tokens     done before this start
-    began            when this start began, on the clock of time.monotonic (default: now)
     send             called with each training row and evaluation, for a tracker
-    is_lost          whether `out` is no longer this run's folder: then nothing is written
     """
 
     def __init__(
@@ -164,17 +161,12 @@ class Log:
         flops_per_token: float | None,
         step: int = 0,
         tokens: int = 0,
-        began: float | None = None,
         send: Callable[[dict], None] | None = None,
-        is_lost: Callable[[], bool] | None = None,
     ):
         self.run = run
         self.device = device
         self.flops_per_token = flops_per_token
-        self.began = time.monotonic() if began is None else began
         self.send = send
-        self.is_lost = is_lost
-        self.has_lost = False  # whether a write was left out for this reason
         self.is_rank0 = torch.distributed.get_rank() == 0
         self.file = Appender(out / "metrics.jsonl")
         self.parameters_file = Appender(out / "optim.jsonl")
@@ -267,9 +259,7 @@ class Log:
     def start(self, facts: dict) -> None:
         """Write the row of this start, with `facts` about it. It makes rows of later steps void."""
         step = self.mark.step
-        age = timedelta(seconds=time.monotonic() - self.began)
-        time_of_start = (datetime.now().astimezone() - age).isoformat()
-        row = {"step": step, "event": "start", "time": time_of_start, **facts}
+        row = {"step": step, "event": "start", "time": now(), **facts}
         self.append(self.file, [row])
         if self.run.optim_metrics_interval:
             self.append(self.parameters_file, [{"step": step, "event": "start"}])
@@ -305,9 +295,7 @@ class Log:
 
     def write(self, row: dict) -> None:
         """Append a row to metrics.jsonl; send training rows and evaluations to the tracker."""
-        elapsed = time.monotonic() - self.began
-        stamp = {"time": datetime.now().astimezone().isoformat(), "elapsed": elapsed}
-        self.append(self.file, [row | stamp])
+        self.append(self.file, [row | {"time": now()}])
         if self.send and not row.keys() & {"event", "end"}:
             try:
                 self.send({name: value for name, value in row.items() if value is not None})
@@ -319,15 +307,10 @@ class Log:
         """Append rows to a file. If they cannot be written, training continues."""
         if not self.is_rank0:
             return
-        if self.is_lost and self.is_lost():
-            self.has_lost = True
-            return
-        had_problem = bool(appender.kept)
-        problem = appender.append(rows)
-        if problem and not had_problem:
-            self.say(f"cannot write {appender.path}: {problem}; its rows are kept for later")
-        if had_problem and not problem:
-            self.say(f"{appender.path} can be written again")
+        try:
+            appender.append(rows)
+        except OSError as error:
+            self.say(f"cannot write {appender.path}: {error.strerror}")
 
     def say(self, line: str, step: int | None = None) -> None:
         """Print a line on rank 0; with `step`, after the number of steps."""
@@ -374,38 +357,26 @@ def describe_save(row: dict) -> str:
 # --------------------------------------------------------------------------------------------------
 # Files
 
-MOST_KEPT = 10_000  # rows of a file that cannot be written; then the oldest are dropped
-
 
 class Appender:
-    """Appends rows to a file of JSON lines. Rows that cannot be written are kept for later."""
+    """Appends rows to a file of JSON lines."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.kept: deque[str] = deque(maxlen=MOST_KEPT)
         self.is_whole = False  # whether the file is known to end with a whole row
 
-    def append(self, rows: list[dict]) -> str | None:
-        """Write the rows after those that were kept. Return the problem if that is not possible."""
-        self.kept.extend(json_line(row) for row in rows)
-        unwritten = "".join(self.kept).encode()
-        try:
-            with open(self.path, "ab+", buffering=0) as file:
-                if not self.is_whole:
-                    cut_torn_row(file)
-                    self.is_whole = True
-                size = file.seek(0, os.SEEK_END)
-                try:
-                    while unwritten:
-                        unwritten = unwritten[file.write(unwritten) :]
-                except OSError:
-                    with suppress(OSError):
-                        file.truncate(size)  # half a row would be joined to the next one
-                    raise
-        except OSError as error:
-            return str(error)
-        self.kept.clear()
-        return None
+    def append(self, rows: list[dict]) -> None:
+        """Write the rows. Raises OSError, after which the file may end with a part of a row."""
+        was_whole, self.is_whole = self.is_whole, False
+        with open(self.path, "ab+") as file:
+            if not was_whole:
+                cut_torn_row(file)
+            file.writelines(json_line(row).encode() for row in rows)
+        self.is_whole = True
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat()
 
 
 def json_line(row: dict) -> str:

@@ -36,7 +36,7 @@ import data
 import dist
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
-from errors import RunError, UsageError, is_at, is_deleted, plural, try_lock
+from errors import UsageError, is_deleted, plural, try_lock
 from log import has_evaluation, read_log, replace_file
 from model import ModelConfig, weights_fit
 
@@ -56,8 +56,6 @@ class Start:
     val_batches: list[tuple[int, Tensor]]  # of this rank: (sequences that count, (B, T + 1))
     is_evaluated: bool = False  # whether the log has an evaluation of the origin's step
     notes: list[str] = field(default_factory=list)  # lines to print
-    lock: "Lock | None" = None
-    began: float = field(default_factory=time.monotonic)  # when, on the clock of time.monotonic
 
     def is_finished(self, max_steps: int) -> bool:
         """Whether the run has nothing left to do."""
@@ -76,11 +74,9 @@ def start_run(
     All ranks call it. `held` keeps the run's lock until it closes. load_mixture() returns the
     module extras.mixture; it is called only if --data names several folders.
     """
-    began = time.monotonic()
     typed = dist.on_rank0(config.parse, argv)  # all ranks use rank 0's flags
-    lock = None
     if not typed.eval_only:  # an evaluation may run during training
-        lock = dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), typed.timeout))
+        dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), typed.timeout))
     origin = find_origin(argv, world)
     machine = dist.find_machine(world)
     mixture = load_mixture() if data.names_mixture(origin.given.data) else None
@@ -97,7 +93,7 @@ def start_run(
         with dist.raise_on_all_ranks():
             dist.refuse_emulated_bfloat16(world)
     start = open_start(run, origin, source, world)
-    return run, dataclasses.replace(start, notes=notes, lock=lock, began=began)
+    return run, dataclasses.replace(start, notes=notes)
 
 
 def open_start(run: Run, origin: "Origin", source: data.Source, world: dist.World) -> Start:
@@ -486,29 +482,8 @@ def refuse_other_data(source: data.Source) -> None:
 # The lock
 
 
-@dataclass(frozen=True)
-class Lock:
-    """OUT/lock, which this process holds."""
-
-    path: Path
-    descriptor: int  # of rank 0's open file
-
-    def is_lost(self) -> bool:
-        """Whether the folder was moved or removed: then another run may use its name."""
-        return not is_at(self.path, self.descriptor)
-
-    def raise_if_lost(self) -> None:
-        """Raise RunError if the folder was moved or removed."""
-        if self.is_lost():
-            raise RunError(
-                f"{self.path.parent} was moved or removed while the run trained. The run ends and "
-                "writes nothing more, because another run may use this name. To continue this one, "
-                "give its folder's new name to --out"
-            )
-
-
 @contextlib.contextmanager
-def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
+def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
     """Hold OUT/lock, so that only this run writes to OUT; the process's death releases it.
 
     Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
@@ -544,12 +519,10 @@ def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[Lock]:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, name.encode())
     try:
-        yield Lock(path, descriptor)
+        yield
     finally:
-        # Remove the file before the lock is released: later it may be another run's lock. If this
-        # folder was renamed meanwhile, a file at `path` belongs to another run: leave it.
-        if is_at(path, descriptor):
-            path.unlink()
+        # Remove the file before the lock is released: later it may be another run's lock.
+        path.unlink(missing_ok=True)
         os.close(descriptor)
         with contextlib.suppress(OSError):  # not empty
             for folder in new_folders:  # innermost first

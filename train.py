@@ -44,7 +44,7 @@ from start import Start, describe_evaluation, local_train_indices, start_run, wr
 #     run      the flags, and what follows from them (config.py)
 #     state    what a step changes
 #     start    the place of this process, and what it has opened: its rank and device, the mesh, the
-#              data, the checkpoint to load, the lock on the run's folder (start.py)
+#              data, the checkpoint to load (start.py)
 
 
 @dataclass
@@ -140,8 +140,6 @@ def train(state: State, run: Run, start: Start) -> int:
             state.tokens += run.tokens_per_step
             with step_context(state.step):
                 columns, table = train_step(state, batches, run)
-            if batches.error:
-                stop.signalled = True
             # True if rank 0 knew of a stop request one step ago: all ranks stop after this step.
             stopped = stop.poll()
 
@@ -155,7 +153,6 @@ def train(state: State, run: Run, start: Start) -> int:
             if has_row or evaluates or saves:
                 columns.setdefault("spread", {})["data_wait"] = batches.take_wait()
                 log.row(state.step, state.tokens, **columns)
-                batches.compare_files()
             if table and start.world.rank == 0:
                 log.parameters(state.step, table.rows())  # waits for the device
 
@@ -174,8 +171,6 @@ def train(state: State, run: Run, start: Start) -> int:
             if saver.rows:
                 log.checkpoints(saver.take_rows())
 
-            if log.has_lost:  # the run's folder was moved; all ranks must stop after the same step
-                stop.signalled = True
             if state.step % 100 == 0:
                 gc.collect(1)  # on all ranks in the same step
 
@@ -187,9 +182,6 @@ def train(state: State, run: Run, start: Start) -> int:
                 log.evaluation(state.step, val_loss)
             stopped = val_loss is None
         finish_save(state, start, saver, log)
-        with dist.raise_on_all_ranks():
-            if batches.error:
-                raise batches.error
         if stopped:
             continues = "" if run.checkpoint == "none" else "; the same command continues"
             log.end(state.step, "stopped")
@@ -264,8 +256,7 @@ class MicroBatches:
     """An iterator over this rank's micro-batches (B, T + 1), on its device, after `step` steps.
 
     Which sequences a step reads depends only on the seed and the step. `waited` counts the seconds
-    spent waiting for them. If they can no longer be read, `error` says why, and the last batch is
-    repeated: other ranks are in this step, and all ranks have to take it before they can save.
+    spent waiting for them.
     """
 
     def __init__(self, run: Run, start: Start, step: int):
@@ -274,9 +265,6 @@ class MicroBatches:
         self.device = start.world.device
         is_cuda = self.device.type == "cuda"
         self.batches = data.read_ahead(start.train_data, indices, pin=is_cuda)
-        self.data = start.train_data
-        self.error: data.DataError | None = None
-        self.batch: Tensor | None = None
         self.run = run
         self.read = 0
         self.waited = 0.0
@@ -289,31 +277,13 @@ class MicroBatches:
         step = self.start_step + self.read // self.run.grad_accum_steps  # steps done
         progress.report(step, "reading data")
         began = time.perf_counter()
-        if not self.error:
-            self.read_batch()
-        tokens = self.batch.to(self.device, non_blocking=True)  # from pinned memory
+        tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
         self.read += 1
         is_first = step == self.start_step  # the first step allocates memory and may compile
         doing = "compiling" if is_first and self.run.compile else "computing"
         progress.report(step, doing, is_slow=is_first)
         return tokens
-
-    def read_batch(self) -> None:
-        """Read the next batch. Raises DataError if it would be the first one."""
-        try:
-            self.batch = next(self.batches)
-        except data.DataError as error:
-            if self.batch is None:
-                raise
-            self.error = error
-
-    def compare_files(self) -> None:
-        """Set `error` if a file was written to since the start."""
-        try:
-            self.data.raise_if_changed()
-        except data.DataError as error:
-            self.error = self.error or error
 
     def take_wait(self) -> float:
         """Return the seconds waited since the last call."""
@@ -343,9 +313,7 @@ def open_log(state: State, run: Run, start: Start) -> Log:
         flops_per_token=estimate.flops_per_token(run.model_config),
         step=state.step,
         tokens=state.tokens,
-        began=start.began,
         send=send,
-        is_lost=start.lock.is_lost if start.lock else None,
     )
     log.start(dist.describe_ranks(start.world) | run.manifest | {"notes": start.notes})
     return log
@@ -384,14 +352,11 @@ def profile_steps(run: Run, start: Start, batches: MicroBatches, in_flight: list
 def save(state: State, run: Run, start: Start, saver: checkpoint.Saver) -> None:
     """Save a checkpoint; with --async_save, start to save it.
 
-    Does not save if the loss of a rank or a weight is not finite. Raises RunError if the run's
-    folder was moved.
+    Does not save if the loss of a rank or a weight is not finite.
     """
     if run.checkpoint == "none":
         return
     progress.report(state.step, "saving", is_slow=True)
-    if start.lock:
-        dist.on_rank0(start.lock.raise_if_lost)
     if not is_finite(state):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
@@ -408,12 +373,7 @@ def is_finite(state: State) -> bool:
 
 
 def finish_save(state: State, start: Start, saver: checkpoint.Saver, log: Log) -> None:
-    """Wait for the last save.
-
-    Raises CheckpointError if it has failed, and RunError if the run's folder was moved.
-    """
-    if start.lock:
-        dist.on_rank0(start.lock.raise_if_lost)
+    """Wait for the last save. Raises CheckpointError if it has failed."""
     progress.report(state.step, "saving", is_slow=True)
     saver.wait()
     log.checkpoints(saver.take_rows())

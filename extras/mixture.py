@@ -125,10 +125,6 @@ class Mixture:
         i, number = self.source(n)
         return self.parts[i].place_of(number)
 
-    def raise_if_changed(self) -> None:
-        for part in self.parts:
-            part.raise_if_changed()
-
     def source(self, n: int) -> tuple[int, int]:
         """Return (index of the folder that sequence n comes from, its number in that folder)."""
         if self.parts[0].seed is not None:

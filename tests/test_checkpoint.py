@@ -71,7 +71,7 @@ def test_a_save_logs_its_size_and_duration(whole, mesh):
     path, _ = checkpoint.list_checkpoints(whole[mesh])
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
     fields = documented_fields("reference.md", "rows | fields", "checkpoint")
-    assert row.keys() == fields - {"checkpoint", "checkpoint_failed", "error"} | {"time", "elapsed"}
+    assert row.keys() == fields - {"checkpoint", "checkpoint_failed", "error"} | {"time"}
     assert row["event"] == "checkpoint"
     assert row["step"] == 5
     assert row["path"] == str(path)

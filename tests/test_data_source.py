@@ -52,9 +52,6 @@ class CountingSequences:
     def place_of(self, n):
         return f"from {n}"
 
-    def raise_if_changed(self):
-        pass
-
 
 def train_on_a_source(argv: list[str], source: data.Source) -> tuple[int, str]:
     world = dist.start(config.parse(argv).device)

@@ -265,14 +265,6 @@ def test_a_small_model_keeps_the_strategy_of_a_configuration():
 # One run at a time
 
 
-def test_the_lock_of_another_run_is_not_deleted(tmp_path):
-    with hold_lock(tmp_path / "run"):
-        (tmp_path / "run").rename(tmp_path / "renamed")
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run/lock").write_text("another's")
-    assert (tmp_path / "run/lock").read_text() == "another's"
-
-
 def hold(out) -> None:
     """Lock `out`, start a child, and wait."""
     with hold_lock(out):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -62,11 +63,11 @@ def test_the_command_of_the_readme_trains(tmp_path):
     first, last = rows(tmp_path / "runs/tiny")
     assert last["tokens"] == 5 * 16 * 128 and last["loss"] < first["loss"]
     fields = documented_fields("reference.md", "rows | fields", "training")
-    assert last.keys() == fields | {"time", "elapsed"} and last["mfu"] is None
+    assert last.keys() == fields | {"time"} and last["mfu"] is None
     assert last["tokens_per_second"] == pytest.approx(2048 / last["step_time"])
     (evaluation,) = rows(tmp_path / "runs/tiny", "val_loss")
     fields = documented_fields("reference.md", "rows | fields", "evaluation")
-    assert evaluation.keys() == fields | {"time", "elapsed"}
+    assert evaluation.keys() == fields | {"time"}
 
 
 def test_a_start_on_a_full_disk_leaves_nothing(on_ranks, small_disk):
@@ -193,15 +194,20 @@ def test_the_documented_notebook_trains_saves_and_loads(pool, tmp_path):
     assert checkpoint.verify(path) is None and len(tensors(path)) > 50
 
 
+def seconds(row: dict) -> float:
+    """The time at which a row was written."""
+    return datetime.fromisoformat(row["time"]).timestamp()
+
+
 def test_saves_and_evaluations_are_not_part_of_a_step_time(run):
     out = run(1, "--max_steps 4 --save_interval 2 --eval_interval 1 --log_interval 1")
-    evaluated = {row["step"]: row["elapsed"] for row in rows(out, "val_loss")}
+    evaluated = {row["step"]: seconds(row) for row in rows(out, "val_loss")}
     saving = {row["step"]: row["blocking_seconds"] for row in rows(out, "blocking_seconds")}
     assert (list(evaluated), list(saving)) == ([1, 2, 3, 4], [2, 4])
     # An evaluation writes its row at its end; then come the save of that step, and the next step.
     for after in rows(out)[1:]:
         before = after["step"] - 1
-        passed = after["elapsed"] - evaluated[before]
+        passed = seconds(after) - evaluated[before]
         assert after["step_time"] + saving.get(before, 0) <= passed
 
 
@@ -244,7 +250,7 @@ def train_with_dropout(argv: list[str]) -> tuple[str, set]:
     modes = set()
 
     def drop(module: torch.nn.Module, inputs: tuple, output: torch.Tensor):
-        if isinstance(module, model.MLP):
+        if isinstance(module, model.MLP) and not inputs[0].is_meta:  # as of an estimate
             modes.add((module.training, torch.is_grad_enabled()))
             return F.dropout(output, 0.5, module.training)
 

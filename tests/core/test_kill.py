@@ -326,41 +326,6 @@ def test_a_save_killed_before_any_file_operation_leaves_only_valid_checkpoints(p
 
 
 # --------------------------------------------------------------------------------------------------
-# The folder under a run
-
-MOVED = "{} was moved or removed while the run trained"
-# ranks, flags: the run notices it when it writes a row, or only when it saves
-MOVES = {
-    "a row": (1, ""),
-    "a save of two ranks": (2, "--strategy fsdp --log_interval 1000000 --save_interval 10"),
-}
-
-
-@pytest.mark.parametrize("ranks, flags", MOVES.values(), ids=MOVES)
-def test_a_run_whose_folder_is_moved_ends_and_writes_nothing(pool, tokens, tmp_path, ranks, flags):
-    """Otherwise it would make a new folder, in which another run could start."""
-    argv = arguments(tokens, tmp_path / "run", f"--max_steps 1000000 --keep_last 1 {flags}")
-    run = PoolJob(pool, argv, ranks)
-    run.until(lambda: run.rows())
-    run.out.rename(tmp_path / "moved")
-    for status, _, error in run.answers.result():
-        assert (status, error.count("\n")) == (1, 0)
-        assert error.startswith(MOVED.format(run.out))
-    assert not run.out.exists()
-
-
-@pytest.mark.slow(proves="torchrun ends the ranks that notice nothing")
-def test_ranks_whose_folder_is_moved_all_end(job, tmp_path):
-    """Rank 0 writes the log, so only this rank notices, and torchrun ends the others."""
-    run = job(2, "--strategy fsdp --max_steps 1000000")
-    run.until(lambda: run.rows())
-    run.out.rename(tmp_path / "moved")
-    assert run.wait() == TORCHRUN_FAILED
-    assert MOVED.format(run.out) in run.printed()
-    assert not run.out.exists()
-
-
-# --------------------------------------------------------------------------------------------------
 # A rank that hangs
 
 
