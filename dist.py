@@ -524,7 +524,6 @@ def compiled_for_one_shape(forward: Callable) -> Callable:
 # --------------------------------------------------------------------------------------------------
 # Joining the other ranks
 
-RENDEZVOUS_ERRORS = (torch.distributed.DistNetworkError, torch.distributed.DistStoreError)
 # What launchers other than torchrun tell each of several processes: how many there are
 NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -573,7 +572,7 @@ def start(
                     ranks start quickly. A rank then waits forever for one that left before they
                     were connected: use this only with a watchdog
 
-    Raises MeshError, and ConnectionError if the ranks do not find each other.
+    Raises MeshError.
     """
     rank, size, local_rank, local_size = 0, 1, 0, 1
     if torch.distributed.is_torchelastic_launched():
@@ -582,24 +581,11 @@ def start(
     place = find_device(device, local_rank, local_size)
     prepare_process(place, lazy)
     progress.report(0, "starting", is_slow=True)
-    try:
-        store = find_store(rank, join_timeout or timeout)
-        # Cloned now, because a clone connects to the store's server, which may be gone later.
-        clone = store.clone()
-        world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
-        join_group(world, store)
-    except RENDEZVOUS_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        raise ConnectionError(
-            f"the ranks do not meet at MASTER_ADDR:MASTER_PORT, {meeting_point()}: {reason}"
-        ) from None
-    except RuntimeError as error:
-        if "Unable to find address for" not in str(error):
-            raise
-        raise MeshError(
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')} names no network interface "
-            "of this host: ip addr lists them; gloo takes their names, and not NCCL's ^"
-        ) from None
+    store = find_store(join_timeout or timeout)
+    # Cloned now, because a clone connects to the store's server, which may be gone later.
+    clone = store.clone()
+    world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
+    join_group(world, store)
     return world
 
 
@@ -636,7 +622,7 @@ def prepare_process(device: torch.device, lazy: bool = False) -> None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
-def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
+def find_store(timeout: timedelta) -> torch.distributed.Store:
     """Return the store in which torchrun's ranks find each other, or one for a single process."""
     if not torch.distributed.is_torchelastic_launched():
         return torch.distributed.HashStore()
@@ -648,17 +634,7 @@ def find_store(rank: int, timeout: timedelta) -> torch.distributed.Store:
         # ranks would look under other keys and never meet the rest: if hosts come and go,
         # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 starts a store for each attempt.
         prefix += f" attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    store = torch.distributed.PrefixStore(prefix, store)
-    if store.add(f"joined {rank}", 1) > 1:
-        raise MeshError(
-            f"another run uses MASTER_ADDR:MASTER_PORT, {meeting_point()}, and has a rank {rank}: "
-            "give torchrun another --master-port, or another --rdzv-endpoint"
-        )
-    return store
-
-
-def meeting_point() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return torch.distributed.PrefixStore(prefix, store)
 
 
 def join_group(world: World, store: torch.distributed.Store) -> None:

@@ -10,7 +10,6 @@ import fcntl
 import json
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -167,7 +166,6 @@ def report_error_once(program: str, message: str) -> None:
     report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
-NOT_CONNECTED = ("timed out connecting", "Connect: ")  # in messages of gloo and NCCL
 LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer")  # of gloo
 # In torch's messages for too little memory. Only CUDA's error has its own class. Errors of the CPU
 # are plain RuntimeErrors, which only their texts distinguish from bugs.
@@ -177,32 +175,20 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  
 def explain(error: Exception) -> str | None:
     """Return one line for an expected error, or None for a bug, whose traceback helps.
 
-    Expected errors are this project's, the system's (OSError), too little memory, ranks that cannot
-    connect or were lost, and errors of torch.compile.
+    Expected errors are this project's, the system's (OSError), too little memory and lost ranks.
     """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)
-    inner = getattr(error, "inner_exception", None)  # in torch.compile's errors
-    first_line = str(inner or error).partition("\n")[0]
+    first_line = str(error).partition("\n")[0]
     if isinstance(error, MemoryError):
         first_line = "out of memory"
     is_memory = any(text in first_line for text in OUT_OF_MEMORY)
     if is_memory and isinstance(error, RuntimeError | MemoryError):
         need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
-        return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp"
-    if any(text in str(error) for text in NOT_CONNECTED) and isinstance(error, RuntimeError):
-        # gloo publishes the address that this host's name resolves to: on Debian, 127.0.1.1.
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        return (
-            f"{socket.gethostname()} cannot connect to another rank: {reason}; set "
-            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for NCCL) on each host to the name of the "
-            "network interface that the other hosts reach (ip addr lists them)"
-        )
+        return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp: see tools.plan"
     if any(text in str(error) for text in LOST) and isinstance(error, RuntimeError):
         reason = str(error).splitlines()[-1].rpartition("] ")[2]
         return f"another rank died or hangs ({reason}): see its output; --watchdog names it"
-    if inner:
-        return f"--compile: {first_line}"
     return None
 
 

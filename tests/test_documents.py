@@ -36,6 +36,7 @@ FLAGS_OF_OTHERS += ["--model_args", "--tasks", "--shutdown-timeout"]
 SUFFIXES = ("py", "json", "jsonl", "bin", "pt")
 # Names of Hugging Face and of torch
 NAMES_OF_OTHERS = {"AutoModelForCausalLM", "AutoTokenizer", "OMP_NUM_THREADS"}
+NAMES_OF_OTHERS |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 PATCHES = "".join(path.read_text() for path in ROOT.glob("examples/*.patch"))
 FORKED = {*re.findall(r"^--- /dev/null\n\+\+\+ b/(.+)", PATCHES, re.M)}  # files that forks add
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")

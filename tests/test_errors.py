@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import errors
 
 LARGE = "can't allocate memory"
-NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp\n"
+NO_MEMORY = "lower --micro_batch_size, or shard with --strategy fsdp: see tools.plan\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from test_memory import kept_for_backward
 from torch.profiler import profile
 
 import dist
-import errors
 import model
 import train
 from extras.profile import CommunicationCounter, OperationCounter, Traffic
@@ -259,9 +258,3 @@ def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, r
         kept.append([*compiled, *pool(1, kept_uncompiled, text, ranks)])
     five, six = kept
     assert len({more - fewer for fewer, more in zip(five, six)}) == 1, kept
-
-
-def test_a_compiler_error_is_explained_in_one_line():
-    error = RuntimeError("backend='inductor' raised:")
-    error.inner_exception = ValueError("no such backend\nand more")
-    assert errors.explain(error) == "--compile: no such backend"
