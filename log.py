@@ -326,6 +326,33 @@ def say(*lines: str) -> None:
             print("\n".join(lines), flush=True)
 
 
+class TrackerError(RuntimeError):
+    """A tracker cannot be used."""
+
+    exit_status = 2
+
+
+def open_wandb(out: Path, config: dict) -> Callable[[dict], None]:
+    """Begin or continue a run's page at wandb, whose id is in OUT/wandb_id; return send(row).
+
+    wandb sends from a process of its own, so a step does not wait. Raises TrackerError.
+    """
+    try:
+        import wandb  # an optional package
+    except ImportError as error:
+        raise TrackerError(f"--tracker wandb: {error}: pip install wandb") from None
+    file = out / "wandb_id"
+    run_id = f"{out.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if file.exists():
+        run_id = file.read_text()
+    place = {"project": "nanoshard", "name": out.name, "dir": out}
+    page = wandb.init(id=run_id, resume="allow", config=config, **place)
+    # The step is a column: after a kill, wandb would drop rows whose step it has seen.
+    page.define_metric("*", step_metric="step")
+    replace_file(file, run_id)
+    return page.log
+
+
 def console_line(row: dict, max_steps: int, seconds_left: float | None) -> str:
     """Format a training row for the console."""
     line = (

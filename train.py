@@ -35,7 +35,7 @@ import estimate
 import optim
 from config import Run
 from dist import progress
-from log import Diverged, Log, is_due, read_starts, say
+from log import Diverged, Log, is_due, open_wandb, say
 from model import Sampling, Transformer, eval_mode, generate, meta_model
 from start import Start, describe_evaluation, local_train_indices, start_run, write_config
 
@@ -299,12 +299,9 @@ def open_log(state: State, run: Run, start: Start) -> Log:
     out = Path(run.out)
     send = None
     if run.tracker == "wandb":
-        errors.need_extra("wandb", "--tracker wandb")
-        from extras.wandb import open_tracker
-
         with dist.raise_on_all_ranks():
             if start.world.rank == 0:
-                send = open_tracker(out, run.manifest["config"], is_first=not read_starts(out))
+                send = open_wandb(out, run.manifest["config"])
     dist.on_rank0(write_config, run)
     log = Log(
         out,

@@ -19,7 +19,7 @@ ORDER = [
     "model data dist optim checkpoint log",  # the leaves
     "errors",
     "extras.tensor_parallel extras.muon extras.mixture extras.chunked_loss extras.async_save",
-    "extras.watchdog extras.profile extras.wandb",
+    "extras.watchdog extras.profile",
     "text.sources text.tokenizer_json",
     "text.tokenizer",
     "text.encode",
@@ -76,8 +76,8 @@ def test_a_module_imports_only_earlier_modules(name):
 @pytest.mark.parametrize("name", ORDER[0].split())
 def test_a_leaf_imports_only_torch_numpy_and_the_stdlib(name):
     roots = {module.split(".")[0] for module in imported_modules(MODULES[name])}
-    # data.py imports tiktoken when it decodes
-    assert roots <= {"torch", "numpy", "tiktoken", *sys.stdlib_module_names}
+    # data.py imports tiktoken when it decodes, and log.py wandb with --tracker wandb
+    assert roots <= {"torch", "numpy", "tiktoken", "wandb", *sys.stdlib_module_names}
 
 
 # What decides how a run starts, and the run: their changes should reach one file of tools/

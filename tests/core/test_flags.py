@@ -79,6 +79,7 @@ allow_changes              | 1 | again --lr 1e-4               | status 0
 ELSEWHERE = {
     "out": "test_flags.py::test_a_flag_has_the_effect_that_its_row_names",
     "compile": "test_rare.py::test_a_compiled_run_has_the_numbers_of_the_plain_one",
+    "tracker": "test_wandb.py::test_rank_0_sends_every_row_once",
     "timeout": "test_kill.py::test_a_stopped_rank_ends_the_job_without_a_watchdog",
 }
 # Flags of extras: tests/extras/test_flags.py has their rows
@@ -88,7 +89,6 @@ EXTRAS = {
     "loss_chunks",
     "async_save",
     "profile",
-    "tracker",
     "watchdog",
 }
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from core.conftest import SMALL, pool, read_rows, run_command, tokens  # noqa: F401
+
+from .conftest import SMALL, read_rows, run_command
 
 NOTES = """
 import json, os, time
@@ -43,7 +44,7 @@ def run_with_wandb(argv: list[str], folder: Path, module: str, variables: dict) 
 
 
 @pytest.fixture
-def train(pool, tokens, tmp_path):  # noqa: F811
+def train(pool, tokens, tmp_path):
     """train(ranks, flags, module): what each rank ended with."""
 
     def call(ranks: int, text: str = "", module: str = NOTES, **variables: str) -> list[tuple]:
@@ -61,7 +62,7 @@ def notes(tmp_path):
 def test_rank_0_sends_every_row_once(train, notes):
     assert [status for status, _, _ in train(2, "--strategy ddp")] == [0, 0]
     assert [kind for kind, *_ in notes()].count("init") == 1
-    steps = [step or row["step"] for kind, step, row in notes()[1:-1] if "loss" in row]
+    steps = [row["step"] for kind, _, row in notes()[1:] if "loss" in row]
     assert steps == [1, 2, 3, 4, 5]
 
 
@@ -79,14 +80,8 @@ def test_a_tracker_that_fails_later_does_not_end_the_run(train, tmp_path):
     assert len(read_rows(tmp_path / "run/metrics.jsonl", "loss")) == 5
 
 
-def test_a_first_start_without_the_tracker_is_refused_but_no_later_one(train, tmp_path):
+def test_a_start_without_the_package_is_refused(train, tmp_path):
     for status, _, error in train(2, "--strategy ddp", MISSING):
         assert status == 2
-        assert error.startswith("--tracker wandb cannot be used: ImportError('no wandb here')")
+        assert error.startswith("--tracker wandb: no wandb here: pip install wandb")
     assert not (tmp_path / "run").exists()
-
-    assert train(1)[0][0] == 0
-    ((status, printed, _),) = train(1, "--max_steps 7", MISSING)
-    assert status == 0
-    assert "--tracker failed and is off" in printed and "no wandb here" in printed
-    assert len(read_rows(tmp_path / "run/metrics.jsonl", "loss")) == 7
