@@ -139,12 +139,7 @@ def save_state(
     return on_all_ranks(publish, path, state, manifest, extra_files, written)[0]
 
 
-def load_state(
-    path: Path | str,
-    state: dict,
-    replicas: ProcessGroup | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
+def load_state(path: Path | str, state: dict, replicas: ProcessGroup | None = None) -> None:
     """Fill the tensors of `state` in place, from a checkpoint of any mesh.
 
     A mesh only decides how a tensor is cut: by rows (fsdp), by rows or columns (tp) or not at all.
@@ -158,9 +153,9 @@ def load_state(
 
     Files are mapped into memory, so that only the copied values are read. By default each rank
     reads its part. With `replicas`, a group of ranks that hold the same parts, only the group's
-    first rank reads, and broadcasts each tensor. `progress` is called after each tensor. Tensors
-    that are not in `state` are skipped. Values are converted to the dtype of the tensor in `state`.
-    Raises CheckpointError on the ranks that read; part of `state` may then be filled.
+    first rank reads, and broadcasts each tensor. Tensors that are not in `state` are skipped.
+    Values are converted to the dtype of the tensor in `state`. Raises CheckpointError on the ranks
+    that read; part of `state` may then be filled.
 
     Checks the checksums of manifest.json and index.json, the sizes of the files that it reads, and
     the name, dtype and shape of each chunk. Only `verify`, which reads all files, detects changed
@@ -177,7 +172,6 @@ def load_state(
                 error = failure  # raise after the loop: other replicas still expect broadcasts
         if replicas:
             torch.distributed.broadcast(local(tensor), group=replicas, group_src=0)
-        progress()
     if error:
         raise error
 

@@ -377,7 +377,7 @@ def resolve(
         if values[name] in (None, "auto"):
             values[name] = value
     model_config = resolve_model(values, facts.vocab_size, kept or {}, saved_model)
-    values = compute_defaults(values, model_config, machine, deleted)
+    values = compute_defaults(values, model_config, machine)
     check_steps(values)
 
     def with_choices(**chosen) -> Run:
@@ -501,9 +501,7 @@ def check_tensor_parallel(model_config: ModelConfig, tp: int) -> None:
             )
 
 
-def compute_defaults(
-    values: dict, model_config: ModelConfig, machine: Machine, deleted: Collection[str]
-) -> dict:
+def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) -> dict:
     """Return the values with the model's sizes and all defaults that do not depend on the mesh."""
     filled = values | {name: getattr(model_config, name) for name in SIZE_FLAGS}
     filled["device"] = machine.device_type
@@ -517,9 +515,6 @@ def compute_defaults(
         filled["lr"] = 0.5 / model_config.d_model
     if filled["peak_tflops"] is None and filled["dtype"] == "bfloat16":
         filled["peak_tflops"] = PEAK_TFLOPS.get(machine.device_name)
-    spans_hosts = machine.world_size > machine.local_size
-    if filled["watchdog"] is None:
-        filled["watchdog"] = spans_hosts and "watchdog" not in deleted
     dist.blocks_per_unit(filled["wrap"])  # raises if no unit has this name
     return filled
 

@@ -82,20 +82,10 @@ class Settings:
     timeout: Annotated[
         float,
         "once",
-        "end the run after X seconds without progress, or 10 X while it starts or saves, or has no "
-        "watchdog",
+        "seconds that a collective waits for a rank before the run ends",
         (1, 1e9),
-    ] = 120.0
-    watchdog: Annotated[
-        bool | None,
-        "once",
-        "name the rank that died or hangs, and end the job (default: on several hosts)",
-    ] = None
+    ] = 600.0
 
-
-# Starting, compiling and saving may take this many times --timeout, and so may a collective, in
-# which one rank may wait while another compiles or saves.
-SLOW_FACTOR = 10
 
 # --------------------------------------------------------------------------------------------------
 # The mesh
@@ -111,7 +101,6 @@ class World:
     local_size: int
     device: torch.device
     timeout: timedelta  # of collectives
-    store: torch.distributed.Store  # a second connection to the store of the rendezvous
     backend: str | None = None  # of collectives on the device: see `start`
 
     @property
@@ -546,18 +535,10 @@ def refuse_other_launchers() -> None:
             )
 
 
-def spans_hosts() -> bool:
-    """Whether this job has ranks on several hosts."""
-    sizes = [os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-    return torch.distributed.is_torchelastic_launched() and sizes[0] != sizes[1]
-
-
 def start(
     device: str = "cpu",
     timeout: timedelta = torch.distributed.default_pg_timeout,
-    join_timeout: timedelta | None = None,
     backend: str | None = None,
-    lazy: bool = False,
 ) -> World:
     """Join the process group of torchrun's ranks; without torchrun, form a group of one process.
 
@@ -565,12 +546,8 @@ def start(
 
     device          "cpu", "cuda" for the GPU of this local rank, "auto" for it if there are GPUs,
                     or one GPU, such as "cuda:0"
-    timeout         of collectives
-    join_timeout    of finding the other ranks (default: `timeout`)
+    timeout         of finding the other ranks, and of collectives
     backend         "gloo" also for CUDA tensors, so that ranks can share a GPU; None: NCCL for them
-    lazy            gloo connects two ranks when one first sends to the other, so that thousands of
-                    ranks start quickly. A rank then waits forever for one that left before they
-                    were connected: use this only with a watchdog
 
     Raises MeshError.
     """
@@ -579,13 +556,9 @@ def start(
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     place = find_device(device, local_rank, local_size)
-    prepare_process(place, lazy)
-    progress.report(0, "starting", is_slow=True)
-    store = find_store(join_timeout or timeout)
-    # Cloned now, because a clone connects to the store's server, which may be gone later.
-    clone = store.clone()
-    world = World(rank, size, local_rank, local_size, place, timeout, clone, backend)
-    join_group(world, store)
+    prepare_process(place)
+    world = World(rank, size, local_rank, local_size, place, timeout, backend)
+    join_group(world, find_store(timeout))
     return world
 
 
@@ -606,15 +579,11 @@ def find_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def prepare_process(device: torch.device, lazy: bool = False) -> None:
+def prepare_process(device: torch.device) -> None:
     """Make this process end with torchrun, and set what torch reads when it joins a group."""
     if torch.distributed.is_torchelastic_launched() and sys.platform == "linux":
         # PR_SET_PDEATHSIG: Linux kills this rank when torchrun, which started it, dies.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if lazy:
-        # Otherwise each of N ranks reads N address lists of 154 + 8 N bytes from the store at the
-        # start: 552 GB for N = 4,096.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # A request to dump NCCL's flight recorder stays in torchrun's store, where torch's monitor
     # would find it again after a restart, and end the new and healthy attempt.
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
@@ -744,18 +713,15 @@ def keep_freed_memory() -> None:
 class StopRequest:
     """Makes all ranks stop after the same step, at most two steps after one of them got a signal.
 
-    In its context, signal handlers replace those of the process, and only set a flag. A rank that
-    got a signal tells rank 0 through the store. In each step, rank 0 broadcasts whether there is a
-    signal. The broadcast and a barrier run during the next step, in log2(N) hops, in a separate
-    gloo group: devices do not wait, and a host waits only for hosts more than one step behind.
+    In its context, signal handlers replace those of the process, and only set a flag. After each
+    step the ranks begin to all_reduce their flags, in a gloo group of its own, and read the result
+    one step later: devices do not wait, and a host waits only for hosts more than one step behind.
     """
 
     def __init__(self, world: World):
-        self.rank = world.rank
-        self.store = world.store
         self.group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
-        self.flag = torch.zeros(1)
-        self.in_flight: list[torch.distributed.Work] = []
+        self.flag = torch.zeros(1)  # above 0 if any rank got a signal, once `work` is done
+        self.work: torch.distributed.Work | None = None
         self.signalled = False
         self.old_handlers: dict[int, Callable] = {}
 
@@ -769,9 +735,10 @@ class StopRequest:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        # After an error this process ends, but not by torchrun's SIGTERM, which may arrive before a
-        # watchdog has named the rank that was lost.
+        # After an error this process ends, but not by torchrun's SIGTERM, which may arrive before
+        # `name_lost_rank` has found the rank that was lost.
         if kind is None:
+            self.wait()
             for number, handler in self.old_handlers.items():
                 signal.signal(number, handler)
 
@@ -783,17 +750,13 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def poll(self) -> bool:
-        """Pass on this rank's signal; return whether rank 0 knew of any signal one step ago."""
+        """Pass on this rank's flag; return whether any rank had one at the last call."""
         self.wait()
         # Not .item(), which --profile counts as a host sync
         was_requested = bool(self.flag.numpy()[0])
-        if self.signalled:
-            self.store.set("stop requested", "")
-        is_requested = self.rank == 0 and self.store.check(["stop requested"])
-        self.flag = torch.tensor([float(is_requested)])
-        broadcast = torch.distributed.broadcast(self.flag, 0, self.group, async_op=True)
-        barrier = torch.distributed.barrier(self.group, async_op=True)
-        self.in_flight = [broadcast, barrier]
+        self.flag = torch.tensor([float(self.signalled)])
+        largest = torch.distributed.ReduceOp.MAX
+        self.work = torch.distributed.all_reduce(self.flag, largest, self.group, async_op=True)
         return was_requested
 
     def agree(self) -> bool:
@@ -804,33 +767,9 @@ class StopRequest:
         return bool(flag[0])
 
     def wait(self) -> None:
-        """Wait until the broadcast and the barrier are done."""
-        for work in self.in_flight:
-            work.wait()
-
-
-# --------------------------------------------------------------------------------------------------
-# Where this rank is
-
-
-@dataclass
-class Progress:
-    """Where a rank is, for whoever wants to know: a watchdog's thread, for example, reads it."""
-
-    reports: int = 0  # so far
-    place: str = "after step 0, starting"
-    is_slow: bool = True  # starting, compiling or saving, which may take longer
-    exit_status: int = 1  # of this process if it is ended now; 0 if the run is complete
-
-    def report(self, step: int, doing: str, is_slow: bool = False, exit_status: int = 1) -> None:
-        """Record what this rank does after `step` finished steps."""
-        self.place = f"after step {step}, {doing}"
-        self.is_slow = is_slow
-        self.exit_status = exit_status
-        self.reports += 1
-
-
-progress = Progress()  # of this process
+        """Wait until the all_reduce is done."""
+        if self.work:
+            self.work.wait()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -902,6 +841,33 @@ def on_rank0(function: Callable, *arguments):
     if sent:
         raise RankError(*sent)
     return result
+
+
+@contextmanager
+def name_lost_rank(world: World) -> Iterator[None]:
+    """A context that says which rank no longer answers, if that is why its block fails.
+
+    The hosts wait for each other in every step, through gloo, whose errors name its source files:
+    after a time-out, or a connection that was lost. Then rank 0 waits for a word of each rank, and
+    the others for an answer of rank 0. All ranks enter the context together.
+    """
+    limit = timedelta(seconds=10)
+    # A group of its own, because the others are undefined after an error. monitored_barrier's
+    # argument limits the wait of rank 0, and the time-out of the group that of the other ranks.
+    group = torch.distributed.new_group(backend="gloo", timeout=2 * limit)
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankError) or "gloo/" not in str(error):
+            raise
+        try:
+            torch.distributed.monitored_barrier(group, limit, wait_all_ranks=True)
+        except RuntimeError as lost:
+            reason = str(lost).strip().partition("\n")[0]
+            if "monitoredBarrier" not in reason:
+                reason = "its connection was closed"  # torchrun names a rank that died
+            raise RankError(f"a rank died or hangs ({reason}): see its host and output") from error
+        raise
 
 
 def text_and_status(error: Exception) -> tuple[str, int]:

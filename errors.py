@@ -60,12 +60,6 @@ def is_deleted(extra: str) -> bool:
     return not Path(__file__).with_name("extras").joinpath(f"{extra}.py").exists()
 
 
-def format_ranks(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 1 and 2`."""
-    numbers = " and ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
 def plural(count: int, noun: str) -> str:
     """Return "2 lines (broken)" for 2 and "line (broken)"."""
     word, bracket, note = noun.partition(" (")
@@ -90,7 +84,7 @@ class Parser(argparse.ArgumentParser):
 def set_torch_variables() -> None:
     """Set the environment variables that torch reads when it is imported, unless a user has."""
     # They silence the profiler's log and C++ warnings about failed collectives, which are less
-    # informative than the watchdog's message.
+    # informative than the line that ends the run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     # FSDP allocates on four streams, which share no blocks: expandable segments leave no gaps.
@@ -166,7 +160,6 @@ def report_error_once(program: str, message: str) -> None:
     report_error(program, message, f" on rank {rank}" if rank else "", began)
 
 
-LOST = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer")  # of gloo
 # In torch's messages for too little memory. Only CUDA's error has its own class. Errors of the CPU
 # are plain RuntimeErrors, which only their texts distinguish from bugs.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  # CUDA, CPU, both
@@ -175,7 +168,7 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "calculation overflowed")  
 def explain(error: Exception) -> str | None:
     """Return one line for an expected error, or None for a bug, whose traceback helps.
 
-    Expected errors are this project's, the system's (OSError), too little memory and lost ranks.
+    Expected errors are this project's, the system's (OSError) and too little memory.
     """
     if hasattr(error, "exit_status") or isinstance(error, OSError):
         return str(error)
@@ -186,9 +179,6 @@ def explain(error: Exception) -> str | None:
     if is_memory and isinstance(error, RuntimeError | MemoryError):
         need = first_line.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
         return f"{need}; lower --micro_batch_size, or shard with --strategy fsdp: see tools.plan"
-    if any(text in str(error) for text in LOST) and isinstance(error, RuntimeError):
-        reason = str(error).splitlines()[-1].rpartition("] ")[2]
-        return f"another rank died or hangs ({reason}): see its output; --watchdog names it"
     return None
 
 

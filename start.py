@@ -40,7 +40,7 @@ from errors import UsageError, is_deleted, plural, try_lock
 from log import has_evaluation, read_log, replace_file
 from model import ModelConfig, weights_fit
 
-OPTIONAL = ("chunked_loss", "watchdog")  # extras that a default turns on
+OPTIONAL = ("chunked_loss",)  # extras that a default turns on
 
 
 @dataclass(frozen=True)

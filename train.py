@@ -34,7 +34,6 @@ import dist  # ours; torch's is spelled torch.distributed
 import estimate
 import optim
 from config import Run
-from dist import progress
 from log import Diverged, Log, is_due, open_wandb, say
 from model import Sampling, Transformer, eval_mode, generate, meta_model
 from start import Start, describe_evaluation, local_train_indices, start_run, write_config
@@ -101,11 +100,9 @@ def evaluate(
     stop.
     """
     total = 0.0
-    progress.report(state.step, "evaluating", is_slow=True)  # the first forward may compile
     with eval_mode(state.model):
         for weight, tokens in val_batches:
             total = total + weight * state.model(tokens[:, :-1], tokens[:, 1:])
-            progress.report(state.step, "evaluating")
             if stop and stop.agree():
                 return None
     # Under tp, all ranks of a group add the same sequences to both sums, so the ratio is right.
@@ -241,15 +238,12 @@ def load(state: State, start: Start) -> None:
     state.step, state.tokens = origin.step, origin.tokens
     if origin.path is None:
         return
-    options = {
-        "replicas": start.mesh.get_group("dp_replicate"),
-        "progress": lambda: progress.report(state.step, "loading", is_slow=True),
-    }
+    replicas = start.mesh.get_group("dp_replicate")
     with dist.raise_on_all_ranks():
         if origin.only_weights:
-            checkpoint.load_state(origin.path, {"model": state.tensors["model"]}, **options)
+            checkpoint.load_state(origin.path, {"model": state.tensors["model"]}, replicas)
         else:
-            checkpoint.load_state(origin.path, state.tensors, **options)
+            checkpoint.load_state(origin.path, state.tensors, replicas)
 
 
 class MicroBatches:
@@ -261,12 +255,9 @@ class MicroBatches:
 
     def __init__(self, run: Run, start: Start, step: int):
         indices = local_train_indices(run, start.mesh, range(step + 1, run.max_steps + 1))
-        self.start_step = step
         self.device = start.world.device
         is_cuda = self.device.type == "cuda"
         self.batches = data.read_ahead(start.train_data, indices, pin=is_cuda)
-        self.run = run
-        self.read = 0
         self.waited = 0.0
         self.waited_before = 0.0  # `waited` at the last call of take_wait
 
@@ -274,15 +265,9 @@ class MicroBatches:
         return self
 
     def __next__(self) -> Tensor:
-        step = self.start_step + self.read // self.run.grad_accum_steps  # steps done
-        progress.report(step, "reading data")
         began = time.perf_counter()
         tokens = next(self.batches).to(self.device, non_blocking=True)  # from pinned memory
         self.waited += time.perf_counter() - began
-        self.read += 1
-        is_first = step == self.start_step  # the first step allocates memory and may compile
-        doing = "compiling" if is_first and self.run.compile else "computing"
-        progress.report(step, doing, is_slow=is_first)
         return tokens
 
     def take_wait(self) -> float:
@@ -353,7 +338,6 @@ def save(state: State, run: Run, start: Start, saver: checkpoint.Saver) -> None:
     """
     if run.checkpoint == "none":
         return
-    progress.report(state.step, "saving", is_slow=True)
     if not is_finite(state):
         saver.refuse(state.step, "the loss or a weight is not finite")
         return
@@ -371,7 +355,6 @@ def is_finite(state: State) -> bool:
 
 def finish_save(state: State, start: Start, saver: checkpoint.Saver, log: Log) -> None:
     """Wait for the last save. Raises CheckpointError if it has failed."""
-    progress.report(state.step, "saving", is_slow=True)
     saver.wait()
     log.checkpoints(saver.take_rows())
     if saver.failure:
@@ -393,8 +376,6 @@ def record_failure(state: State, saver: checkpoint.Saver, log: Log) -> Iterator[
 
 def print_sample(state: State, run: Run, start: Start) -> None:
     """Print how the model continues the start of the validation set. All ranks call it."""
-    # The run is complete, so exit_status=0, and an error is only part of what is printed.
-    progress.report(state.step, "sampling", is_slow=True, exit_status=0)
     try:
         text = sample_text(state, run, start)
     except Exception as error:
@@ -411,9 +392,7 @@ def sample_text(state: State, run: Run, start: Start) -> str:
         seq_len=run.seq_len, vocab_size=source.vocab_size, device=start.world.device, tp=run.tp
     )
     sampling = Sampling(temperature=0.8)
-    for token in generate(state.model, tokens, run.sample_tokens, sampling, **size):
-        tokens.append(token)
-        progress.report(state.step, "sampling", is_slow=True, exit_status=0)
+    tokens += list(generate(state.model, tokens, run.sample_tokens, sampling, **size))
     if not source.tokenizer_file:
         return source.decode(tokens)
     from text import tokenizer
@@ -429,32 +408,14 @@ def command(argv: list[str]) -> int:
     """Train or evaluate the model of the command line on all ranks; return the exit status."""
     typed = config.parse(argv)
     dist.refuse_other_launchers()
-    timeout = timedelta(seconds=typed.timeout)
-    watches = has_watchdog(typed)
-    world = dist.start(typed.device, dist.SLOW_FACTOR * timeout, timeout, lazy=watches)
-    with contextlib.ExitStack() as held:
-        if watches:
-            errors.need_extra("watchdog", "--watchdog")
-            from extras.watchdog import Watchdog
-
-            # If a rank dies or hangs, it ends all ranks. torchrun --max-restarts or a scheduler
-            # restarts them, and they continue from the latest valid checkpoint.
-            dog = Watchdog(world.store, world.rank, world.size, typed.timeout, progress)
-            held.enter_context(dog)
+    world = dist.start(typed.device, timedelta(seconds=typed.timeout))
+    with contextlib.ExitStack() as held, dist.name_lost_rank(world):
         gc.disable()  # on one rank it would delay all, so the loop collects on all ranks at once
         held.callback(gc.enable)
         run, start = start_run(argv, world, held, load_mixture)
         status = train_or_evaluate(run, start)
-        torch.distributed.barrier()  # a rank that leaves earlier would look dead to a watchdog
     torch.distributed.destroy_process_group()
     return status
-
-
-def has_watchdog(typed: config.Config) -> bool:
-    """Whether a watchdog is on, which is decided before ranks have met: see config.py."""
-    if typed.watchdog is not None:
-        return typed.watchdog
-    return dist.spans_hosts() and not errors.is_deleted("watchdog")
 
 
 def load_mixture():
@@ -530,8 +491,6 @@ def describe_defaults(run: Run) -> Iterator[str]:
         yield f"this may need more than {usable}: see Memory in docs/reference.md"
     elif chosen := config.chosen_for_memory(run):
         yield f"{' '.join(chosen)}: chosen to fit into {usable}"
-    if run.watchdog and run.given.watchdog is None:
-        yield "--watchdog, because the job spans several hosts"
 
 
 def indented(lines: Iterable[str]) -> list[str]:

@@ -190,7 +190,7 @@ def resolve(
 
 def build_run(argv: list[str]) -> SimpleNamespace:
     """Build a run of train.py on this rank, up to its first step."""
-    world = dist.start(parse(argv).device, lazy=True)
+    world = dist.start(parse(argv).device)
     with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
         run, start = start_run(argv, world, held)
         state = train.build(run, start.mesh)

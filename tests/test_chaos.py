@@ -70,7 +70,7 @@ def assert_same_run(whole: Path, out: Path) -> None:
 
 
 @pytest.mark.slow(proves="kills at moments that nobody chose")
-@pytest.mark.parametrize("options", ["", "--async_save --watchdog"])
+@pytest.mark.parametrize("options", ["", "--async_save"])
 def test_a_run_killed_thirty_times_ends_with_the_same_weights(run, tokens, tmp_path, options):
     text = f"{RUN} 750"  # time for 30 kills at 25 steps each
     whole = run(2, text, "whole", timeout=120)
@@ -94,9 +94,7 @@ SILENCE = 4  # --timeout, seconds
 FAULTS = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5}
 FAULTS |= {"full": 5, "tear": 5}
 # What a surviving rank prints: nothing if the run continues by itself or all ranks are killed.
-LOST = r"rank \d stopped or died|the ranks share does not answer|rank \d did not arrive"
-SAID = dict.fromkeys(("kill", "gone", "stop", "interface"), LOST)
-SAID["interface"] += "|no rank made progress"  # if packets are sent again too late
+SAID = dict.fromkeys(("kill", "gone", "stop", "interface"), "a rank died or hangs")
 SAID |= {"terminate": r"stopped after step \d+", "tear": "", "slow": ""}
 SAID |= {"full": "NOT SAVED: cannot write .* No space left on device"}
 
@@ -170,7 +168,7 @@ def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, 
     if kind == "full":
         disk = request.getfixturevalue("small_disk")
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-    argv = flags(f"--data {tokens} --out {disk}/out {SHORT} --watchdog --timeout {SILENCE}")
+    argv = flags(f"--data {tokens} --out {disk}/out {SHORT} --timeout {SILENCE}")
 
     def start(names: list[str]) -> list:
         return fork_ranks(2, train_on_host, argv, names, tmp_path / "said")

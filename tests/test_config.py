@@ -297,19 +297,3 @@ def test_the_default_learning_rate_depends_on_the_width():
     assert resolve("--d_model 64 --n_head 4 --lr 0.25").lr == 0.25
     with pytest.raises(UsageError, match="--min_lr 0.01 is above the peak learning rate 0.0039"):
         resolve("--min_lr 0.01")
-
-
-@pytest.mark.parametrize(
-    "text, hosts, deleted, watchdog",
-    [
-        ("", 1, [], False),
-        ("", 2, [], True),
-        ("", 2, ["watchdog"], False),
-        ("--watchdog false", 2, [], False),
-        ("--watchdog", 1, ["watchdog"], True),
-    ],
-)
-def test_a_job_on_several_hosts_is_watched(text, hosts, deleted, watchdog):
-    """Unless the file was deleted. A flag that was given keeps its value, and is refused."""
-    run = resolve(text, deleted=deleted, world_size=2 * hosts, local_size=2)
-    assert run.watchdog == watchdog

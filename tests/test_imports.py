@@ -19,7 +19,7 @@ ORDER = [
     "model data dist optim checkpoint log",  # the leaves
     "errors",
     "extras.tensor_parallel extras.muon extras.mixture extras.chunked_loss extras.async_save",
-    "extras.watchdog extras.profile",
+    "extras.profile",
     "text.sources text.tokenizer_json",
     "text.tokenizer",
     "text.encode",

@@ -85,30 +85,6 @@ def test_a_run_is_resolved_for_the_smallest_device(pool):
     assert first == second == less < more
 
 
-def count_sockets() -> int:
-    sockets = 0
-    for path in Path("/proc/self/fd").iterdir():
-        if path.is_symlink():  # not the descriptor that lists this folder
-            sockets += "socket" in os.readlink(path)
-    return sockets
-
-
-def sockets_of_groups(lazy: bool) -> int:
-    """Return the number of sockets that a rank opens to form three groups of four ranks."""
-    before = count_sockets()
-    with mock.patch.dict(os.environ):
-        dist.start("cpu", lazy=lazy)
-        for _ in range(2):
-            torch.distributed.new_group(backend="gloo")
-    return count_sockets() - before
-
-
-def test_ranks_of_a_run_connect_when_they_first_send(pool):
-    """In a notebook they connect at once: no watchdog ends a rank that waits for one that left."""
-    for lazy, eager in zip(pool(4, sockets_of_groups, True), pool(4, sockets_of_groups, False)):
-        assert lazy + 4 < eager  # 9 connections; torch also opens and closes other sockets
-
-
 def wait_for_the_end(folder: Path) -> None:
     dist.prepare_process(torch.device("cpu"))
     (folder / str(os.getpid())).touch()

@@ -118,7 +118,7 @@ def test_a_typed_model_must_be_that_of_the_weights(begin, tmp_path, model, fits)
 
 KINDS = {kind: {n for n, f in FLAGS.items() if f.kind == kind} for kind in ("part", "free", "once")}
 ONCE = {"out", "allow_changes", "dry_run", "eval_only", "device", "timeout", "profile"}
-ONCE |= {"dp_replicate", "dp_shard", "tp", "watchdog"}
+ONCE |= {"dp_replicate", "dp_shard", "tp"}
 # Another value of each flag, if it is not twice the default or 5
 OTHER_VALUES = {"schedule": "wsd", "clip": "adaptive", "optimizer": "muon", "dtype": "bfloat16"}
 OTHER_VALUES |= {"data": "tokens/b", "wrap": "block", "strategy": "fsdp", "compile": True}

@@ -40,7 +40,6 @@ import checkpoint
 import data
 import dist
 from dist import Machine
-from extras.watchdog import Watchdog
 from log import replace_file
 from tools import common
 from tools.common import Run, flag_value
@@ -87,7 +86,7 @@ class Ranks:
 
     def __init__(self, flags: dict, out: str | None, world: dist.World):
         self.world = world
-        self.store = world.store.clone()
+        self.store = dist.find_store(world.timeout)  # joins the ranks again after `alone`
         # Kept after `alone` leaves it: without torchrun, rank 0's group owns the store's server.
         self.first_group = torch.distributed.group.WORLD
         device = dist.device_name(world.device)
@@ -119,7 +118,7 @@ class Ranks:
         found = rehearse.rehearse(self.run, self.world.rank)
         # Each rank forms a world of size 1.
         store = torch.distributed.HashStore()
-        one = dict(rank=0, size=1, local_rank=0, local_size=1, store=store)
+        one = dict(rank=0, size=1, local_rank=0, local_size=1)
         world = dataclasses.replace(self.world, **one)
         dist.join_group(world, store)
         per_step = self.run.global_batch_size // self.run.micro_batch_size
@@ -363,13 +362,9 @@ def command(argv: list[str]) -> int:
 
 def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     """Check the planned run on every rank. Rank 0 prints and writes the results."""
-    timeout = flag_value(flags, "timeout")
-    device = flag_value(flags, "device")
-    collective_timeout = timedelta(seconds=dist.SLOW_FACTOR * timeout)
-    join_timeout = timedelta(seconds=timeout)
-    world = dist.start(device, collective_timeout, join_timeout, lazy=True)
-    with Watchdog(world.store, world.rank, world.size, timeout, dist.progress):
-        dist.progress.report(0, "in the check", is_slow=True)
+    timeout = timedelta(seconds=flag_value(flags, "timeout"))
+    world = dist.start(flag_value(flags, "device"), timeout)
+    with dist.name_lost_rank(world):
         ranks = Ranks(flags, options.out, world)
         check = run_check(ranks)
         if world.rank == 0:
@@ -378,7 +373,6 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
                 write_json(ranks, options, check)
             if not check.problems:
                 shutil.rmtree(ranks.folder, ignore_errors=True)
-        torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 

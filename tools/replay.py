@@ -32,7 +32,6 @@ import errors
 import optim
 from checkpoint import CheckpointError
 from errors import UsageError, plural
-from extras.watchdog import Watchdog
 from log import read_starts
 from model import eval_mode
 from text import tokenizer
@@ -266,7 +265,6 @@ def sequence_losses(step: Step, indices: Iterator[list[int]]) -> dict[int, float
     with eval_mode(step.state.model):
         for numbers, tokens in zip(indices, step.micro_batches):
             for n, sequence in zip(numbers, tokens.split(1)):  # (1, T + 1)
-                dist.progress.report(step.state.step - 1, "evaluating")
                 local_losses[n] = step.state.model(sequence[:, :-1], sequence[:, 1:]).item()
     losses = {}
     for of_rank in dist.on_all_ranks(local_losses.copy):
@@ -345,14 +343,11 @@ def run(argv: list[str]) -> None:
         return
     values = start_of(starts, args.step)["config"]
     device = "cpu" if flag_value(values, "device") == "cpu" else "auto"
-    seconds = flag_value(values, "timeout")
-    timeout = timedelta(seconds=seconds)
-    world = dist.start(device, dist.SLOW_FACTOR * timeout, timeout, lazy=True)
+    world = dist.start(device, timedelta(seconds=flag_value(values, "timeout")))
     try:
-        with Watchdog(world.store, world.rank, world.size, seconds, dist.progress):
+        with dist.name_lost_rank(world):
             replay = Replay(args, starts, world)
             repeat(replay, args.step, rows)
-            torch.distributed.barrier()  # so that no rank mistakes the end of another for a loss
     finally:
         torch.distributed.destroy_process_group()
 

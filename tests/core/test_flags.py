@@ -80,7 +80,7 @@ ELSEWHERE = {
     "out": "test_flags.py::test_a_flag_has_the_effect_that_its_row_names",
     "compile": "test_rare.py::test_a_compiled_run_has_the_numbers_of_the_plain_one",
     "tracker": "test_wandb.py::test_rank_0_sends_every_row_once",
-    "timeout": "test_kill.py::test_a_stopped_rank_ends_the_job_without_a_watchdog",
+    "timeout": "test_kill.py::test_a_rank_that_hangs_ends_the_job_by_a_line_that_names_it",
 }
 # Flags of extras: tests/extras/test_flags.py has their rows
 EXTRAS = {
@@ -89,7 +89,6 @@ EXTRAS = {
     "loss_chunks",
     "async_save",
     "profile",
-    "watchdog",
 }
 
 

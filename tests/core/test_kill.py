@@ -8,6 +8,7 @@ place of torchrun's where torchrun adds nothing to what a row is about.
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -329,14 +330,17 @@ def test_a_save_killed_before_any_file_operation_leaves_only_valid_checkpoints(p
 # A rank that hangs
 
 
-@pytest.mark.slow(proves="the timeout of a collective, and torchrun's wait")
-def test_a_stopped_rank_ends_the_job_without_a_watchdog(job):
-    """A collective waits ten times --timeout for it, and torchrun 30 s before it kills it."""
-    running = job(2, "--strategy fsdp --max_steps 100000 --timeout 1")
+@pytest.mark.slow(proves="the time-out of a collective, and torchrun's wait")
+@pytest.mark.parametrize("hung", [0, 2])
+def test_a_rank_that_hangs_ends_the_job_by_a_line_that_names_it(job, hung):
+    """A collective waits --timeout for it, rank 0 10 s more, the others 20 s, and torchrun 30 s."""
+    running = job(3, "--strategy fsdp --global_batch_size 6 --max_steps 100000 --timeout 10")
     running.until(running.rows)
-    os.kill(running.ranks()[1], signal.SIGSTOP)
+    os.kill(running.ranks()[hung], signal.SIGSTOP)
     began = time.monotonic()
-    line = "train.py: error: another rank died or hangs (Timed out waiting"
-    running.until(lambda: line in running.printed(), 30)
-    assert time.monotonic() - began > 8, running.printed()
+    running.until(lambda: "error" in running.printed(), 40)
+    assert time.monotonic() - began > 9, running.printed()
     assert running.wait() == TORCHRUN_FAILED
+    lost = {0: "while waiting for send/recv from rank 0", 2: "Ranks 2 failed to pass"}
+    line = f"a rank died or hangs \\(.*{lost[hung]}"
+    assert re.search(line, running.printed()), running.printed()

@@ -16,7 +16,6 @@ ROWS = parse_table(TABLE)
 # Flags whose effect is not in a healthy run of a few steps, and the test that shows it
 ELSEWHERE = {
     "async_save": "test_flags.py::test_training_does_not_wait_for_an_asynchronous_save",
-    "watchdog": "test_watchdog.py::test_a_rank_that_dies_or_hangs_is_reported",
 }
 
 
