@@ -39,6 +39,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of this process and of all ranks
 os.environ["RES_OPTIONS"] = "timeout:1"  # without a name server, torch's store waits 1 s, not 5
 
 import torch  # noqa: E402
+from torch.distributed.tensor import debug  # noqa: E402
 
 import checkpoint  # noqa: E402
 import train as trainer  # noqa: E402
@@ -108,6 +109,9 @@ def work(pipe, stacks: Path) -> None:
         faulthandler.cancel_dump_traceback_later()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        # DTensor caches meshes by shape, with the names of groups that no longer exist.
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
         os.environ.clear()
         os.environ |= before
         pipe.send((result, error))

@@ -340,7 +340,7 @@ def write_tokens(root: Path) -> None:
     generator = random.Random(0)
     (root / "text").mkdir()
     for number in range(40):
-        (root / f"text/{number}").write_bytes(generator.randbytes(50).replace(b"\0", b""))
+        (root / f"text/{number}.txt").write_bytes(generator.randbytes(50).replace(b"\0", b""))
     with contextlib.redirect_stdout(None):
         prepare.prepare([str(root / "text")], root / "tokens", val_fraction=0.2)
 

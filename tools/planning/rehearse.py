@@ -117,7 +117,7 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
     If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
     """
     world_size = math.prod(run.mesh_shape)
-    with fake_group(rank, world_size) as store:
+    with fake_group(rank, world_size):
         world = dist.World(
             rank=rank,
             size=world_size,
@@ -125,7 +125,6 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
             local_size=world_size,
             device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
             timeout=timedelta(minutes=1),
-            store=store,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run shows them
@@ -145,12 +144,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def fake_group(rank: int, world_size: int) -> Iterator[FakeStore]:
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """A process group of `world_size` ranks, of which only `rank` exists."""
-    store = FakeStore()
-    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    settings = {"store": FakeStore(), "rank": rank, "world_size": world_size}
+    torch.distributed.init_process_group("fake", **settings)
     try:
-        yield store
+        yield
     finally:
         leave_group()
 
