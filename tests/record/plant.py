@@ -26,8 +26,8 @@ NEW = "numbers golden flags rare"
 # where test_golden.py runs the same meshes, and jobs under torchrun are left out, because 60 faults
 # shall not take three hours.
 TESTS = {
-    "train.py": "step tests/extras/test_golden.py",
-    "model.py": "step model tests/test_sample.py tests/extras/test_golden.py",
+    "train.py": "start step tests/extras/test_golden.py",
+    "model.py": "step model tests/test_model.py tests/extras/test_golden.py",
     "optim.py": "step tests/extras/test_golden.py tests/extras/test_muon.py",
     "data.py": "step data",
     "dist.py": "mesh kill tests/extras/test_golden.py",
