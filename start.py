@@ -76,7 +76,7 @@ def start_run(
     """
     typed = dist.on_rank0(config.parse, argv)  # all ranks use rank 0's flags
     if not typed.eval_only:  # an evaluation may run during training
-        dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), typed.timeout))
+        dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), LOCK_WAIT))
     origin = find_origin(argv, world)
     machine = dist.find_machine(world)
     mixture = load_mixture() if data.names_mixture(origin.given.data) else None
@@ -481,19 +481,18 @@ def refuse_other_data(source: data.Source) -> None:
 # --------------------------------------------------------------------------------------------------
 # The lock
 
+LOCK_WAIT = 3.0  # seconds: a killed process keeps its lock until its last thread has ended
+
 
 @contextlib.contextmanager
-def hold_lock(out: Path, timeout: float = 0.0) -> Iterator[None]:
+def hold_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
     """Hold OUT/lock, so that only this run writes to OUT; the process's death releases it.
 
     Creates the folder if needed, and removes it again if the run writes nothing to it. Waits up to
-    3 seconds for another run to end: a killed process keeps its lock until its last thread has
-    ended. After a restart by torchrun, waits up to `timeout` seconds, since a shared file system
-    may release the lock of a lost host late. Raises UsageError if another run keeps the lock.
+    `wait` seconds for another run to end. Raises UsageError if it keeps the lock.
     """
     path = out / "lock"
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    deadline = time.monotonic() + (timeout if is_restart else min(timeout, 3.0))
+    deadline = time.monotonic() + wait
     while True:
         try:
             new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]

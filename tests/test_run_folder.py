@@ -294,10 +294,9 @@ def test_a_folder_stays_locked_until_its_process_dies(first, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["written"]
 
 
-def test_a_restarted_job_waits_for_the_lock_of_a_lost_host(first, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    threading.Timer(3.5, first.kill).start()  # a first start would wait for 3 seconds
-    with hold_lock(tmp_path / "run", timeout=20):
+def test_a_start_waits_for_the_lock_of_a_run_that_ends(first, tmp_path):
+    threading.Timer(1.5, first.kill).start()
+    with hold_lock(tmp_path / "run", wait=20):
         assert (tmp_path / "run/lock").exists()
 
 
