@@ -137,7 +137,7 @@ def train(state: State, run: Run, start: Start) -> int:
             state.tokens += run.tokens_per_step
             with step_context(state.step):
                 columns, table = train_step(state, batches, run)
-            # True if rank 0 knew of a stop request one step ago: all ranks stop after this step.
+            # True if any rank had a signal one step ago: all ranks stop after this step.
             stopped = stop.poll()
 
             is_last = state.step == run.max_steps
