@@ -27,7 +27,6 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -38,7 +37,6 @@ import checkpoint
 import data
 import dist
 import errors
-import estimate
 import model
 import optim
 from data import DataFacts
@@ -69,7 +67,7 @@ class Config(
     micro_batch_size: Annotated[
         int | None,
         "free",
-        "sequences per rank and forward (default: its share of the batch, or what fits of it)",
+        "sequences per rank and forward (default: its share of the batch)",
         (1,),
     ] = None
     eval_interval: Annotated[int, "free", "steps between evaluations; 0: only at the end", (0,)] = (
@@ -79,9 +77,7 @@ class Config(
     eval_only: Annotated[
         bool, "once", "print the validation loss of --out's latest checkpoint; write nothing"
     ] = False
-    sample_tokens: Annotated[
-        int, "free", "tokens to sample at the end, if memory allows; 0: none", (0,)
-    ] = 256
+    sample_tokens: Annotated[int, "free", "tokens to sample at the end; 0: none", (0,)] = 256
     max_skipped: Annotated[
         int, "free", "end the run after N skipped updates in a row; 0: never", (0,)
     ] = 100
@@ -361,14 +357,12 @@ def resolve(
     facts: DataFacts,
     kept: dict | None = None,
     saved_model: ModelConfig | None = None,
-    deleted: Collection[str] = (),
 ) -> Run:
     """Fill in every default of a run. Reads no file, prints nothing and queries no hardware.
 
     kept         values, by flag, that replace defaults which would be computed: those of the run
                  that a start continues
     saved_model  the model of the checkpoint that a start continues or takes weights from, if any
-    deleted      names of extras that a default may not turn on, because their files were deleted
 
     Raises UsageError and MeshError if flags, ranks, data and model do not fit together.
     """
@@ -380,46 +374,27 @@ def resolve(
     values = compute_defaults(values, model_config, machine)
     check_steps(values)
 
-    def with_choices(**chosen) -> Run:
-        return on_mesh(values | chosen, machine, given, model_config, facts, deleted)
-
-    return choose_what_fits(values, machine, with_choices)
-
-
-def choose_what_fits(values: dict, machine: Machine, with_choices: Callable[..., Run]) -> Run:
-    """Choose strategy, micro_batch_size and grad_sync, as far as they are not given.
-
-    A strategy that communicates less comes before others, a larger micro-batch before a smaller
-    one, and gradients that are averaged once a step before those averaged in every micro-batch.
-    Returns the first run that fits, or else the last one. with_choices(strategy=...) returns a run.
-    """
-    *others, last = possible_runs(values, machine, with_choices)
-    return next((run for run in others if fits(run)), last)
-
-
-def possible_runs(
-    values: dict, machine: Machine, with_choices: Callable[..., Run]
-) -> Iterator[Run]:
-    strategies = possible_strategies(values, machine)
-    for strategy in strategies:
-        try:
-            run = with_choices(strategy=strategy)
-        except dist.MeshError:  # for example, hsdp on hosts of unequal sizes
-            if strategy == strategies[-1]:
-                raise
-            continue
-        for micro_batch_size in possible_micro_batches(values, run):
-            run = with_choices(strategy=strategy, micro_batch_size=micro_batch_size)
-            for grad_sync in possible_grad_syncs(values, run):
-                yield dataclasses.replace(run, grad_sync=grad_sync)
-
-
-USABLE = 0.8  # of the device's memory; the estimate does not count all
-
-
-def fits(run: Run) -> bool:
-    needed = estimate.memory_of(run, update_rules(run))
-    return sum(needed.values()) <= USABLE * run.machine.device_memory
+    asked = (values["dp_replicate"], values["dp_shard"], values["tp"])
+    shape = dist.mesh_shape(values["strategy"], machine.world_size, machine.local_size, *asked)
+    values["dp_replicate"], values["dp_shard"], _ = shape
+    dp_size = shape[0] * shape[1]
+    batch = values["global_batch_size"]
+    if not values["eval_only"]:
+        check_batch(batch, values["micro_batch_size"], dp_size)
+    values["micro_batch_size"] = values["micro_batch_size"] or max(1, batch // dp_size)
+    per_forward = values["micro_batch_size"] * dp_size  # sequences of all ranks
+    return Run(
+        **values,
+        given=given,
+        machine=machine,
+        model_config=model_config,
+        data_facts=facts,
+        mesh_shape=shape,
+        dp_size=dp_size,
+        grad_accum_steps=batch // per_forward,
+        tokens_per_step=batch * values["seq_len"],
+        compute_dtype=getattr(torch, values["dtype"]),
+    )
 
 
 def update_rules(run: Run) -> tuple[type, ...]:
@@ -430,36 +405,6 @@ def update_rules(run: Run) -> tuple[type, ...]:
     from extras.muon import Muon
 
     return Muon, optim.AdamW
-
-
-def chosen_for_memory(run: Run) -> list[str]:
-    """The flags whose defaults have become others because of the memory."""
-    chosen = []
-    share = run.global_batch_size // run.dp_size
-    if run.given.micro_batch_size is None and run.micro_batch_size < share:
-        chosen.append(f"--micro_batch_size {run.micro_batch_size}")
-    if run.given.grad_sync is None and run.grad_sync != "batch":
-        chosen.append(f"--grad_sync {run.grad_sync}")
-    if run.given.loss_chunks is None and run.loss_chunks > 1:
-        chosen.append(f"--loss_chunks {run.loss_chunks}")
-    return chosen
-
-
-def possible_micro_batches(values: dict, run: Run) -> list[int]:
-    """--micro_batch_size or, if it is not given, all divisors of a rank's share of the batch."""
-    if values["micro_batch_size"] or values["eval_only"]:
-        return [run.micro_batch_size]
-    share = run.global_batch_size // run.dp_size
-    return [size for size in range(share, 0, -1) if share % size == 0]
-
-
-def possible_grad_syncs(values: dict, run: Run) -> list[str]:
-    """--grad_sync or, if it is not given, batch and what needs less memory."""
-    if values["grad_sync"]:
-        return [values["grad_sync"]]
-    if run.grad_accum_steps == 1 or run.strategy not in ("fsdp", "hsdp"):
-        return ["batch"]
-    return ["batch", "micro_batch" if run.strategy == "fsdp" else "shard"]
 
 
 def resolve_model(
@@ -509,6 +454,8 @@ def compute_defaults(values: dict, model_config: ModelConfig, machine: Machine) 
         filled["model"] = "tiny"
     if filled["dtype"] == "auto":
         filled["dtype"] = "bfloat16" if machine.has_bfloat16 else "float32"
+    if filled["strategy"] == "auto":
+        filled["strategy"] = "single" if machine.world_size == filled["tp"] else "ddp"
     if filled["wrap"] == "auto":
         filled["wrap"] = choose_wrap(model_config)
     if filled["lr"] is None:
@@ -539,22 +486,6 @@ def profile_window(profile: str) -> tuple[int, int]:
     return start, stop
 
 
-def possible_strategies(values: dict, machine: Machine) -> list[str]:
-    """Return --strategy or, for auto, the strategies to try, least communication first.
-
-    The last one is used even if it does not fit into memory.
-    """
-    if values["strategy"] != "auto":
-        return [values["strategy"]]
-    if machine.world_size == values["tp"]:
-        return ["single"]
-    if values["dp_replicate"] or values["dp_shard"] or values["grad_sync"] == "shard":
-        return ["hsdp"]
-    if machine.world_size > machine.local_size:
-        return ["ddp", "hsdp", "fsdp"]
-    return ["ddp", "fsdp"]
-
-
 def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: int) -> None:
     """Raise UsageError unless every rank gets as many sequences, in whole micro-batches."""
     per_forward = (micro_batch_size or 1) * dp_size  # the fewest sequences of all ranks
@@ -568,53 +499,6 @@ def check_batch(global_batch_size: int, micro_batch_size: int | None, dp_size: i
         remedy = f"another --micro_batch_size, {remedy}"
     raise UsageError(
         f"global_batch_size {global_batch_size} is not a multiple of {split}: give {remedy}"
-    )
-
-
-def on_mesh(
-    values: dict,
-    machine: Machine,
-    given: Config,
-    model_config: ModelConfig,
-    facts: DataFacts,
-    deleted: Collection[str],
-) -> Run:
-    """Return the run with a strategy: add its mesh shape and each rank's share of the batch.
-
-    Raises UsageError, for example if the batch cannot be split, and MeshError.
-    """
-    asked = (values["dp_replicate"], values["dp_shard"], values["tp"])
-    shape = dist.mesh_shape(values["strategy"], machine.world_size, machine.local_size, *asked)
-    dp_size = shape[0] * shape[1]
-    global_batch_size = values["global_batch_size"]
-    if not values["eval_only"]:
-        check_batch(global_batch_size, values["micro_batch_size"], dp_size)
-    micro_batch_size = values["micro_batch_size"] or max(1, global_batch_size // dp_size)
-    per_forward = micro_batch_size * dp_size  # sequences of all ranks
-    on_this_mesh = {
-        "dp_replicate": shape[0],
-        "dp_shard": shape[1],
-        "micro_batch_size": micro_batch_size,
-        "grad_sync": values["grad_sync"] or "batch",
-    }
-    if values["loss_chunks"] is None:
-        logits = micro_batch_size * values["seq_len"] * model_config.vocab_size // values["tp"]
-        size = logits * logit_bytes(getattr(torch, values["dtype"]))
-        chunks = max(1, size / (LOGITS_SHARE * machine.device_memory))
-        if "chunked_loss" in deleted:
-            chunks = 1
-        on_this_mesh["loss_chunks"] = 2 ** math.ceil(math.log2(chunks))
-    return Run(
-        **values | on_this_mesh,
-        given=given,
-        machine=machine,
-        model_config=model_config,
-        data_facts=facts,
-        mesh_shape=shape,
-        dp_size=dp_size,
-        grad_accum_steps=global_batch_size // per_forward,
-        tokens_per_step=global_batch_size * values["seq_len"],
-        compute_dtype=getattr(torch, values["dtype"]),
     )
 
 
@@ -681,12 +565,3 @@ PEAK_TFLOPS = {
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 5090": 209.5,
 }
-
-# Logits that need more than this share of the device memory are computed in chunks. Chunks cost
-# time: tools.plan predicts 0.8% of a step of llama3-8b on H100s for 2 chunks, and 2.4% for 8.
-LOGITS_SHARE = 0.1
-
-
-def logit_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes per logit: float32 value and gradient, and a copy if `dtype` is another."""
-    return 4 + 4 + (dtype.itemsize if dtype != torch.float32 else 0)

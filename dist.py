@@ -12,7 +12,6 @@ replicate_rank * S + shard_rank is unique for each group and covers 0 ... R * S 
 
 import collections
 import ctypes
-import dataclasses
 import functools
 import itertools
 import os
@@ -67,11 +66,10 @@ class Settings:
         "free weights after forward and regather in backward; false: SHARD_GRAD_OP",
     ] = True
     grad_sync: Annotated[
-        Literal["batch", "micro_batch", "shard"] | None,
+        Literal["batch", "micro_batch", "shard"],
         "free",
-        "when to average gradients; shard: across hsdp replicas only once per step (default: batch "
-        "if memory allows)",
-    ] = None
+        "when to average gradients; shard: across hsdp replicas only once per step",
+    ] = "batch"
     activation_checkpointing: Annotated[
         Literal["none", "selective", "full"],
         "free",
@@ -629,24 +627,20 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks and their hardware: rank 0's, but with the memory of the smallest device."""
+    """The ranks, and the hardware of one of them."""
 
     world_size: int
     local_size: int  # ranks per host
     device_type: str  # cpu or cuda
     device_name: str
-    device_memory: int  # bytes in all: of the rank's GPU, or its share of the host's memory
     has_bfloat16: bool  # whether the hardware multiplies in bfloat16, instead of emulating it
 
 
 def read_machine(world: World) -> Machine:
     """Describe this rank's hardware."""
     if world.device.type == "cuda":
-        device_memory = torch.cuda.get_device_properties(world.device).total_memory
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        host_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        device_memory = host_memory // world.local_size
         capabilities = torch.cpu.get_capabilities()
         has_bfloat16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return Machine(
@@ -654,16 +648,8 @@ def read_machine(world: World) -> Machine:
         local_size=world.local_size,
         device_type=world.device.type,
         device_name=device_name(world.device),
-        device_memory=device_memory,
         has_bfloat16=has_bfloat16,
     )
-
-
-def find_machine(world: World) -> Machine:
-    """Return rank 0's machine, with the memory of the smallest device, on all ranks."""
-    machines = on_all_ranks(read_machine, world)
-    smallest = min(machine.device_memory for machine in machines)
-    return dataclasses.replace(machines[0], device_memory=smallest)
 
 
 def describe_ranks(world: World) -> dict:

@@ -51,13 +51,8 @@ positive_number = number(float, 1e-12)
 
 def need_extra(name: str, flag: str) -> None:
     """Raise UsageError if extras/NAME.py, without which `flag` cannot work, was deleted."""
-    if is_deleted(name):
+    if not Path(__file__).with_name("extras").joinpath(f"{name}.py").exists():
         raise UsageError(f"{flag} needs extras/{name}.py")
-
-
-def is_deleted(extra: str) -> bool:
-    """Whether extras/EXTRA.py was deleted."""
-    return not Path(__file__).with_name("extras").joinpath(f"{extra}.py").exists()
 
 
 def plural(count: int, noun: str) -> str:

@@ -148,7 +148,7 @@ class Log:
     out              the run folder
     run              the flags, or an object with the same attributes
     device           of this rank
-    flops_per_token  of the model, for mfu; None: unknown
+    flops_per_token  of the model, for mfu
     step, tokens     done before this start
     send             called with each training row and evaluation, for a tracker
     """
@@ -158,7 +158,7 @@ class Log:
         out: Path,
         run,
         device: torch.device,
-        flops_per_token: float | None,
+        flops_per_token: float,
         step: int = 0,
         tokens: int = 0,
         send: Callable[[dict], None] | None = None,
@@ -237,7 +237,7 @@ class Log:
         tokens_per_second = (end.tokens - begin.tokens) / seconds
         per_device = tokens_per_second / len(pending.values)
         mfu = None
-        if self.flops_per_token and self.run.peak_tflops:
+        if self.run.peak_tflops:
             mfu = per_device * self.flops_per_token / (1e12 * self.run.peak_tflops)
         row = {
             "step": end.step,

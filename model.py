@@ -79,7 +79,7 @@ class ModelConfig:
 
 @wrap_torch_function(lambda x: (x,))
 def is_gpu(x: Tensor) -> bool:
-    """Whether to use kernels for GPUs. A TorchFunctionMode of estimate.py overrides this."""
+    """Whether to use kernels for GPUs. A TorchFunctionMode of tools.plan overrides this."""
     return x.device.type != "cpu"
 
 
@@ -356,6 +356,19 @@ class Transformer(nn.Module):
         """Return the number of elements of all parameters, over all ranks."""
         return sum(p.numel() for p in self.parameters())
 
+    def flops_per_token(self) -> int:
+        """Return the FLOPs of forward and backward per token (Chowdhery et al. 2022, appendix B).
+
+        Each weight of a matrix product costs a multiply and an add in forward, and two of each in
+        backward. So does each element of a query with a key and of a score with a value, but the
+        causal mask hides half of them. An embedding is only looked up.
+        """
+        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        if not self.config.tied:
+            weights -= self.embed.weight.numel()
+        attention = self.config.n_layer * self.config.d_model * self.config.seq_len
+        return 6 * (weights + attention)
+
 
 def meta_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
     """Return a model on the meta device, where it needs no memory."""
@@ -498,9 +511,7 @@ class Settings:
         "part",
         "compute dtype; auto: bfloat16 if the hardware supports it",
     ] = "auto"
-    loss_chunks: Annotated[
-        int | None, "free", "compute logits and loss in N chunks of tokens (default: by size)", (1,)
-    ] = None
+    loss_chunks: Annotated[int, "free", "compute logits and loss in N chunks of tokens", (1,)] = 1
 
 
 def size_flags() -> type:

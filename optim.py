@@ -73,9 +73,9 @@ class Settings:
 # parameters by number, and our checkpoints identify them by name.
 #
 # A slot starts at zero. It has the shape and distribution of its parameter, or it is a number of
-# shape (). A slot is a number for all parameters that have it, or for none. Checkpoints, statistics
-# and the memory estimate learn about slots only from slots(). A skipped update must leave weights
-# and slots unchanged (see `assign_unless`) without the host reading `skip`.
+# shape (). A slot is a number for all parameters that have it, or for none. Checkpoints and
+# statistics learn about slots only from slots(). A skipped update must leave weights and slots
+# unchanged (see `assign_unless`) without the host reading `skip`.
 
 
 class Update(NamedTuple):

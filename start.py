@@ -36,11 +36,9 @@ import data
 import dist
 from checkpoint import CheckpointError, PathError
 from config import FLAGS, SIZE_FLAGS, Config, Run
-from errors import UsageError, is_deleted, plural, try_lock
+from errors import UsageError, plural, try_lock
 from log import has_evaluation, read_log, replace_file
 from model import ModelConfig, weights_fit
-
-OPTIONAL = ("chunked_loss",)  # extras that a default turns on
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,13 @@ def start_run(
     if not typed.eval_only:  # an evaluation may run during training
         dist.on_rank0(held.enter_context, hold_lock(Path(typed.out), LOCK_WAIT))
     origin = find_origin(argv, world)
-    machine = dist.find_machine(world)
+    machine = dist.on_rank0(dist.read_machine, world)
     mixture = load_mixture() if data.names_mixture(origin.given.data) else None
     source = open_data(origin.given.data, mixture)
     refuse_other_data(source)
     facts = data.facts_of(source)
-    deleted = [name for name in OPTIONAL if is_deleted(name)]
-    rest = origin.kept, origin.model_config, deleted
-    run = dist.on_rank0(config.resolve, origin.given, machine, facts, *rest)
+    saved = origin.kept, origin.model_config
+    run = dist.on_rank0(config.resolve, origin.given, machine, facts, *saved)
     changes = dist.on_rank0(compare, origin, run, source)
     notes = [f"changed: {change}" for change in changes]
     # Refuse hardware that only emulates bfloat16, unless --dtype was given.

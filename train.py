@@ -31,7 +31,6 @@ import checkpoint
 import config
 import data
 import dist  # ours; torch's is spelled torch.distributed
-import estimate
 import optim
 from config import Run
 from log import Diverged, Log, is_due, open_wandb, say
@@ -292,7 +291,7 @@ def open_log(state: State, run: Run, start: Start) -> Log:
         out,
         run,
         start.world.device,
-        flops_per_token=estimate.flops_per_token(run.model_config),
+        flops_per_token=state.decoder.flops_per_token(),
         step=state.step,
         tokens=state.tokens,
         send=send,
@@ -434,7 +433,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         say(f"{done}: raise it, or choose another --out", *indented(start.notes))
         return 0
     if not run.eval_only:
-        say(*describe_start(run, start))  # first, because memory may not suffice for the model
+        say(*describe_start(run, start))
     state = build(run, start.mesh, init_weights=origin.path is None)
     load(state, start)
     if run.eval_only:
@@ -450,7 +449,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
 
 
 def describe_start(run: Run, start: Start) -> list[str]:
-    """Return the lines on model, mesh, dtype, batch, data, memory and checkpoint."""
+    """Return the lines on model, mesh, dtype, batch, data and checkpoint."""
     world, origin = start.world, start.origin
     lines = [
         f"model   {run.model}: {run.n_layer} layers x {run.d_model} wide, vocabulary "
@@ -469,28 +468,10 @@ def describe_start(run: Run, start: Start) -> list[str]:
         )
     for line in start.train_data.describe(run.max_steps * run.global_batch_size):
         lines.append(f"data    {line}")
-    memory = estimate.memory_of(run, config.update_rules(run))
-    sizes = " + ".join(f"{part} {size / 1e6:,.1f}" for part, size in memory.items() if size)
-    total = sum(memory.values())
-    lines.append(f"memory  estimate for a rank: {sizes} = {total / 1e6:,.1f} MB")
-    if "activations" not in memory:
-        lines.append(
-            "        and activations, which are unknown, because this model's forward reads values"
-        )
-    lines += indented(describe_defaults(run))
     lines += indented(f"passed over {path}: {why}" for path, why in origin.damaged.items())
     how = "a new run with the weights of" if origin.only_weights else "continuing from"
     lines.append(f"out     {run.out}" + (f", {how} {origin.path}" if origin.path else ""))
     return lines + indented(start.notes)
-
-
-def describe_defaults(run: Run) -> Iterator[str]:
-    """Yield a line for defaults that the memory or the job has changed, with the reason."""
-    usable = f"{config.USABLE:.0%} of {run.machine.device_memory / 1e6:,.0f} MB"
-    if not config.fits(run):
-        yield f"this may need more than {usable}: see Memory in docs/reference.md"
-    elif chosen := config.chosen_for_memory(run):
-        yield f"{' '.join(chosen)}: chosen to fit into {usable}"
 
 
 def indented(lines: Iterable[str]) -> list[str]:

@@ -13,13 +13,12 @@ A tied head uses the embedding's weight, whose rows are split: each rank has
 (vocab_size / tp, d_model), Shard(0). The logits are split by vocabulary, as in a column-wise head.
 Both gradients are Shard(0), so autograd adds them without communication.
 
-To remove it, delete this file and its branches in train.build and estimate.peaks_of_pass.
+To remove it, delete this file and its branch in train.build.
 """
 
 import functools
-from fnmatch import fnmatch
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -112,34 +111,6 @@ def collect(model: Transformer, inputs: tuple, y: Tensor) -> Tensor:
     # Return a copy, not a view. An in-place operation on a view, for example `loss /= 2`, would
     # silently drop the FSDP hook that gathers weights again before backward.
     return y.full_tensor().clone() if isinstance(y, DTensor) else y
-
-
-def keep_part(model: Transformer, tp: int) -> None:
-    """Make a model on the meta device compute as much as a rank does, without other ranks.
-
-    For estimate.py: collectives become copies, and the values are meaningless.
-    """
-
-    def gather(module, inputs: tuple) -> tuple:
-        x, *rest = inputs
-        return x.repeat(1, tp, 1), *rest  # (B, T / tp, d_model) -> (B, T, d_model)
-
-    def scatter(module, inputs: tuple, y: Tensor) -> Tensor:
-        return y[:, : y.size(1) // tp].clone()
-
-    for pattern, style in plan(model).items():
-        for name, module in model.named_modules():
-            if not fnmatch(name, pattern):
-                continue
-            if style.input_layouts == (Shard(1),):
-                module.register_forward_pre_hook(gather)
-            if isinstance(style, RowwiseParallel):
-                module.register_forward_hook(scatter)
-            if isinstance(style, RowwiseParallel | ColwiseParallel):
-                is_row_wise = isinstance(style, RowwiseParallel)
-                dim = 1 if is_row_wise and not isinstance(module, Embedding) else 0
-                part = module.weight.chunk(tp, dim)[0]
-                module.weight = nn.Parameter(part.clone())
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -166,7 +166,6 @@ CPU = Machine(
     local_size=1,
     device_type="cpu",
     device_name="",
-    device_memory=10**9,
     has_bfloat16=False,
 )
 FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
@@ -176,7 +175,6 @@ def resolve(
     text: str,
     origin: Origin | None = None,
     facts: DataFacts = FACTS,
-    deleted: Collection[str] = (),
     **machine,
 ) -> Run:
     """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
@@ -184,8 +182,8 @@ def resolve(
         machine = {"local_size": machine["world_size"], **machine}
     origin = origin or Origin(parse(text.split()))
     place = dataclasses.replace(CPU, **machine)
-    rest = origin.kept, origin.model_config, deleted
-    return config.resolve(parse(text.split()), place, facts, *rest)
+    saved = origin.kept, origin.model_config
+    return config.resolve(parse(text.split()), place, facts, *saved)
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:

@@ -12,7 +12,6 @@ import pytest
 from conftest import CPU, FACTS, ROOT, resolve
 
 import config
-import train
 from config import (
     FLAGS,
     SIZE_FLAGS,
@@ -24,7 +23,6 @@ from config import (
 )
 from dist import MeshError
 from errors import UsageError
-from estimate import memory_of
 
 
 def test_flags_take_precedence_over_a_config_file(tmp_path):
@@ -86,9 +84,9 @@ def test_a_field_of_the_model_gets_a_flag_with_one_line(tmp_path):
     (tmp_path / "model.py").write_text(source.replace(line, flag))
     code = """
 import config, data, dist
-machine, facts = dist.Machine(1, 1, "cpu", "", 10**9, False), data.DataFacts(257, "bytes", "")
+machine, facts = dist.Machine(1, 1, "cpu", "", False), data.DataFacts(257, "bytes", "")
 for text in ("", "--tied", "--tied false", "--model llama3-8b", "--model llama3-8b --tied auto"):
-    run = config.resolve(config.parse(text.split()), machine, facts, deleted=["chunked_loss"])
+    run = config.resolve(config.parse(text.split()), machine, facts)
     print(run.model_config.tied)
 """
     command = [sys.executable, "-c", code]
@@ -159,42 +157,24 @@ def test_a_refused_batch_comes_with_one_that_works(ranks, flags, larger):
     assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == larger
 
 
-H100 = {
-    "device_type": "cuda",
-    "device_name": "NVIDIA H100 80GB HBM3",
-    "device_memory": 85_000_000_000,
-    "has_bfloat16": True,
-}
-CHOICES = {  # (flags, devices): strategy, dp_replicate x dp_shard, micro-batches, grad_sync
-    ("--model gpt2-124m", 1): ("single", "1 x 1", "128 x 4", "batch"),
-    ("--model gpt2-124m", 8): ("ddp", "8 x 1", "64 x 1", "batch"),
-    ("--model gpt2-124m --micro_batch_size 256", 1): ("single", "1 x 1", "256 x 2", "batch"),
-    ("--model olmo-1b", 1): ("single", "1 x 1", "8 x 64", "batch"),
-    ("--model olmo-1b", 8): ("ddp", "8 x 1", "8 x 8", "batch"),
-    ("--model llama3-8b", 8): ("fsdp", "1 x 8", "1 x 64", "micro_batch"),
-    ("--model llama3-8b --grad_sync batch", 8): ("fsdp", "1 x 8", "1 x 64", "batch"),
-    ("--model llama3-8b", 64): ("hsdp", "8 x 8", "1 x 8", "shard"),
-    ("--model llama3-8b", 512): ("hsdp", "64 x 8", "1 x 1", "batch"),
-    ("--model llama3-8b --strategy fsdp", 64): ("fsdp", "1 x 64", "1 x 8", "micro_batch"),
+DEFAULTS = {  # (flags, ranks): strategy, dp_replicate x dp_shard, micro-batches
+    ("--model gpt2-124m", 1): ("single", "1 x 1", "512 x 1"),
+    ("--model llama3-70b", 8): ("ddp", "8 x 1", "64 x 1"),
+    ("--tp 8", 8): ("single", "1 x 1", "512 x 1"),
+    ("--tp 2", 8): ("ddp", "4 x 1", "128 x 1"),
+    ("--strategy fsdp --micro_batch_size 16", 8): ("fsdp", "1 x 8", "16 x 4"),
+    ("--strategy hsdp", 8): ("hsdp", "2 x 4", "64 x 1"),
 }
 
 
-@pytest.mark.parametrize("flags, devices", CHOICES)
-def test_defaults_fit_into_memory(flags, devices):
-    text = f"{flags} --global_batch_size 512"
-    run = resolve(text, world_size=devices, local_size=min(devices, 8), **H100)
+@pytest.mark.parametrize("flags, ranks", DEFAULTS)
+def test_defaults_of_the_mesh_and_the_batch(flags, ranks):
+    text = f"{flags} --global_batch_size 512 --n_kv_head 8 --n_head 8"
+    run = resolve(text, world_size=ranks, local_size=min(ranks, 4))
     mesh = f"{run.dp_replicate} x {run.dp_shard}"
     batch = f"{run.micro_batch_size} x {run.grad_accum_steps}"
-    assert (run.strategy, mesh, batch, run.grad_sync) == CHOICES[flags, devices]
-    assert run.micro_batch_size * run.grad_accum_steps * run.dp_size == 512
-    need = sum(memory_of(run).values())
-    is_given = "micro_batch_size" in flags or "grad_sync" in flags
-    assert (need <= 0.8 * H100["device_memory"]) == (not is_given)
-    said = " ".join(train.describe_defaults(run))
-    is_chosen = not is_given and run.grad_accum_steps > 1
-    assert (f"--micro_batch_size {run.micro_batch_size}" in said) == is_chosen
-    assert ("--grad_sync" in said) == (is_chosen and run.grad_sync != "batch")
-    assert ("this may need more than 80% of 85,000 MB" in said) == is_given
+    assert (run.strategy, mesh, batch) == DEFAULTS[flags, ranks]
+    assert (run.grad_sync, run.loss_chunks) == ("batch", 1)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +225,6 @@ COMMAND_LINES = [
     ("--max_steps 20 --checkpoint none --sample_tokens 0", 1),
     ("--n_layer 2 --d_model 32 --n_head 4 --d_ff 64 --seq_len 16", 2),
 ]
-
-
-def test_auto_skips_hsdp_on_hosts_of_unequal_sizes():
-    cluster = {"world_size": 7, "local_size": 4, "device_memory": 1}
-    assert resolve("--global_batch_size 7", **cluster).strategy == "fsdp"
 
 
 @pytest.mark.parametrize("text, ranks", COMMAND_LINES)

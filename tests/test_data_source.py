@@ -55,7 +55,7 @@ class CountingSequences:
 
 def train_on_a_source(argv: list[str], source: data.Source) -> tuple[int, str]:
     world = dist.start(config.parse(argv).device)
-    machine = dist.find_machine(world)
+    machine = dist.read_machine(world)
     run = config.resolve(config.parse(argv), machine, data.facts_of(source))
     start = open_start(run, Origin(config.parse(argv)), source, world)
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -6,10 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import build_run, resolve
+from conftest import build_run
 
 import dist
-from estimate import memory_of
 
 
 @pytest.mark.parametrize(
@@ -192,20 +191,3 @@ def test_on_all_ranks_works_in_a_subgroup(pool):
     error = "integer division or modulo by zero"
     of_rank_1 = f"ZeroDivisionError: {error}"
     assert pool(3, fail_in_a_group) == [[], [1, 2, of_rank_1], [1, 2, error]]
-
-
-@pytest.mark.parametrize(
-    "size, local_size, strategies",
-    [
-        (1, 1, ["single"] * 3),
-        (8, 8, ["ddp", "fsdp", "fsdp"]),
-        (16, 8, ["ddp", "hsdp", "fsdp"]),  # two hosts
-    ],
-)
-def test_auto_chooses_the_first_strategy_that_fits(size, local_size, strategies):
-    text = "--global_batch_size 16 --micro_batch_size 1"
-    ranks = {"world_size": size, "local_size": local_size}
-    ddp = resolve(f"{text} --strategy ddp", **ranks)
-    need = sum(memory_of(ddp).values())
-    found = [resolve(text, **ranks, device_memory=room) for room in (2 * need, need, 1)]
-    assert [run.strategy for run in found] == strategies

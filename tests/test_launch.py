@@ -1,6 +1,5 @@
 """From torchrun's variables to a process group; starts by other launchers are refused."""
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -16,7 +15,6 @@ from conftest import variables as variables_of_a_rank
 
 import dist
 import train
-from dist import find_machine, read_machine
 from tools import check
 
 FORK = multiprocessing.get_context("fork")
@@ -71,18 +69,6 @@ def test_each_rank_gets_its_own_gpu(monkeypatch):
     assert dist.find_device("auto", local_rank=3, local_size=8) == torch.device("cpu")
     with pytest.raises(dist.MeshError, match="finds no CUDA device here; use --device cpu"):
         dist.find_device("cuda", local_rank=0, local_size=1)
-
-
-def memory_of_unequal_ranks() -> tuple[int, int]:
-    """The memory of the machine that a run is resolved for, and this rank's. Rank 1 has less."""
-    world = dist.start("cpu")
-    world = dataclasses.replace(world, local_size=2 + world.rank)  # it shares its host with more
-    return find_machine(world).device_memory, read_machine(world).device_memory
-
-
-def test_a_run_is_resolved_for_the_smallest_device(pool):
-    (first, more), (second, less) = pool(2, memory_of_unequal_ranks)
-    assert first == second == less < more
 
 
 def wait_for_the_end(folder: Path) -> None:

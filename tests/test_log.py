@@ -16,9 +16,8 @@ import dist
 import log as logs
 import train
 from config import Config
-from estimate import flops_per_token
 from log import Appender, Diverged, Log
-from model import ModelConfig
+from model import ModelConfig, meta_model
 
 
 def make_log(out, step: int = 0, **options) -> Log:
@@ -318,6 +317,6 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(run):
     out = run(2, "--strategy ddp --max_steps 1 --peak_tflops 0.5")
     config = ModelConfig(**logs.read_starts(out)[0]["model"])
     (row,) = rows(out)
-    flops = row["tokens_per_second"] * flops_per_token(config)
+    flops = row["tokens_per_second"] * meta_model(config).flops_per_token()
     assert row["mfu"] == pytest.approx(flops / (2 * 0.5e12))
     assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)

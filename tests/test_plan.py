@@ -13,8 +13,7 @@ import pytest
 from conftest import ROOT, TINY, listen, resolve, rows
 
 from config import PEAK_TFLOPS
-from estimate import flops_per_token
-from model import SIZES
+from model import SIZES, meta_model
 from tools import plan
 from tools.planning import predict
 from tools.planning.predict import Cluster, Group, Links
@@ -143,7 +142,7 @@ def test_mfu_has_the_definition_of_train_py(device):
     flags = f"{TINY} --world_size 1 --peak_tflops 1 --device_type {device} --json"
     _, printed, _ = listen(flags.split(), plan.main)
     one = json.loads(printed)
-    per_token = flops_per_token(resolve(TINY).model_config)
+    per_token = meta_model(resolve(TINY).model_config).flops_per_token()
     flops = per_token * one["tokens_per_second_per_device"]
     assert one["mfu"] == pytest.approx(flops / 1e12)
 

@@ -1,15 +1,17 @@
 """What extras communicate, what recomputation saves, and what compiling keeps equal."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from conftest import assert_close, build_model, build_run, resolve, train_step
-from test_memory import kept_for_backward
 from torch.profiler import profile
 
 import dist
 import model
+import optim
 import train
 from extras.profile import CommunicationCounter, OperationCounter, Traffic
 from tools.planning.rehearse import rehearse
@@ -229,6 +231,22 @@ def test_a_step_stays_compiled_while_communication_is_counted(on_ranks):
     assert found == counts and ("reduce_scatter", "tp") in counts
     assert "silu" in operations and "silu" not in compiled  # fused
     assert graphs == 0
+
+
+@contextlib.contextmanager
+def kept_for_backward(net: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """The storages that autograd keeps, {address: bytes}, without those of parameters."""
+    weights = {optim.local(weight).untyped_storage().data_ptr() for weight in net.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = optim.local(tensor).untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
 
 
 def kept_by_compiled_blocks(argv: list[str]) -> int:

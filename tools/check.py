@@ -98,7 +98,7 @@ class Ranks:
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
         self.source = common.open_data(flags)
-        self.machine = dist.find_machine(world)
+        self.machine = dist.on_rank0(dist.read_machine, world)
         self.origin = dist.on_rank0(common.named_origin, flags)
         self.flags = shorten(self.resolve(flags, self.machine))
         self.run = self.resolve(self.flags, self.machine)

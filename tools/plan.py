@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ def make_cluster(
         world_size=world_size,
         device_type=device_type,
         device=device,
-        device_memory=device.memory or here.device_memory,
+        device_memory=device.memory or host_memory() // local_size,
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
         has_bfloat16=here.has_bfloat16 if device.kind == "cpu" else device.float32 is None,
@@ -386,6 +387,11 @@ def describe_step(plan: Plan) -> Iterator[str]:
             f"training    {tokens:.4g} tokens: {plan.hours:,.1f} hours x {devices} = "
             f"{plan.hours * devices:,.0f} device-hours"
         )
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def gigabytes(size: int) -> str:

@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
-from estimate import flops_per_token
 from model import (
     SIZES,
     ModelConfig,
     RopeScaling,
     Transformer,
+    meta_model,
     scale_frequencies,
     weights_fit,
 )
@@ -52,7 +52,7 @@ def test_flops_by_hand(tied, n_layer, seq_len):
     config = dataclasses.replace(SMALL, tied=tied, n_layer=n_layer, seq_len=seq_len)
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48  # q and out, k and v, MLP
     attention = 2 * 32 * seq_len / 2
-    assert flops_per_token(config) == 6 * (64 * 32 + n_layer * (block + attention))
+    assert meta_model(config).flops_per_token() == 6 * (64 * 32 + n_layer * (block + attention))
 
 
 def scaled(frequency: float, scaling: RopeScaling) -> float:

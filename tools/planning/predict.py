@@ -17,7 +17,7 @@ import dist
 from data import DataFacts
 from dist import Machine
 from errors import UsageError
-from estimate import flops_per_token
+from model import meta_model
 from tools.common import NEW_RUN, PEAK_TFLOPS, Origin, Run, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
@@ -50,7 +50,7 @@ TOOK = (0.98, 1.42)
 COMPILED = (0.64, 0.69)
 
 # Share of a device's memory that tensors may fill. The rest is for the CUDA context, NCCL's buffers
-# and gaps in torch's caching allocator. --strategy auto fills 80%, since it only estimates.
+# and gaps in torch's caching allocator.
 USABLE = 0.9
 
 
@@ -204,7 +204,6 @@ class Cluster:
             local_size=self.links.local_size,
             device_type=self.device.kind,
             device_name=self.device.name or "",
-            device_memory=self.device_memory,
             has_bfloat16=self.has_bfloat16,
         )
 
@@ -330,7 +329,7 @@ class Speed:
     communication: dict[str, float]  # axis -> all communication
     tokens: float  # per step and device
     peak: float  # FLOP/s of a device
-    model_flops: float  # per step and device, as in train.py's MFU: see estimate.flops_per_token
+    model_flops: float  # per step and device, as in train.py's MFU: see Transformer.flops_per_token
 
     @property
     def step_time(self) -> float:
@@ -405,7 +404,7 @@ def speed(rehearsal: Rehearsal, cluster: Cluster) -> Speed:
         communication=dict(total),
         tokens=tokens,
         peak=peak,
-        model_flops=tokens * flops_per_token(run.model_config),
+        model_flops=tokens * meta_model(run.model_config).flops_per_token(),
     )
 
 

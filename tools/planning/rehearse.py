@@ -39,10 +39,10 @@ from torch.utils.flop_counter import flop_registry
 
 import dist
 import optim
-from estimate import ATTENTION, attention_flops, choose_kernels
 from extras.profile import CommunicationCounter, Traffic
 from tools import common
 from tools.common import Run
+from tools.planning.kernels import ATTENTION, attention_flops, choose_kernels
 
 # --------------------------------------------------------------------------------------------------
 # Results
