@@ -322,14 +322,11 @@ def test_several_pages_give_the_same_figure(pattern):
     assert len({*found.popitem()[1]}) > 1
 
 
-def test_readme_adds_the_published_runs_that_were_recorded_first():
+def test_the_readme_has_the_errors_of_the_plan():
     page = (ROOT / "docs/plan.md").read_text()
-    rows = re.findall(r"^\| (?:further|blind) \| (\d+) \|.*\| (\d+) \|$", page, re.M)
-    runs, within = (sum(map(int, column)) for column in zip(*rows))
+    ((runs, within),) = re.findall(r"^\| blind \| (\d+) \|.*\| (\d+) \|$", page, re.M)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert len(rows) == 2 and f"seconds were within 25% for {within} of {runs} that" in readme
-    (errors,) = re.findall(r"\d+% too low to \d+% too high", page)
-    assert f"memory was {errors}" in readme
+    assert f"seconds were within 25% for {within} of {runs} that" in readme
 
 
 def lines_of_forks() -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How every command ends. test_mistakes.py covers the errors that argparse finds."""
+"""How every command ends."""
 
 import os
 import time

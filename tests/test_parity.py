@@ -32,13 +32,8 @@ def assert_close(one, other, relative: float, steps: int) -> None:
             assert found[name] == pytest.approx(expected[name], rel=relative)
 
 
-LONG = {"tp, loss chunks, bfloat16", "tp, muon"}
-MORE_PAIRS = pytest.mark.slow(proves="further pairs of extras")
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[MORE_PAIRS] * (row in LONG)) for row in ROWS]
-)
+@pytest.mark.slow(proves="extras together")
+@pytest.mark.parametrize("row", ROWS)
 def test_extras_together_give_the_numbers_of_one_rank(train, row):  # noqa: F811
     ranks, mesh, flags, relative = ROWS[row]
     one = train(1, f"--strategy single --loss_chunks 1 {flags}", "one")

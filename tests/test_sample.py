@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import call_train, exit_statuses, flags, fork_ranks, last_checkpoint, tensors
-from mistakes import variant
 
 import checkpoint
 import model
@@ -39,6 +38,13 @@ def with_file(pool, tmp_path_factory) -> Path:
     assert pool(2, call_train, [*argv, "--strategy", "fsdp"]) == [0, 0]
     shutil.rmtree(root / "tokens")
     return root / "run"
+
+
+def variant(folder: Path, source: Path, **fields) -> None:
+    """Copy a checkpoint and change fields of the manifest."""
+    shutil.copytree(source, folder)
+    manifest = checkpoint.seal(checkpoint.read_manifest(source) | fields)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture(scope="module")

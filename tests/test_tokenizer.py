@@ -176,6 +176,7 @@ def mixed_text(rng: random.Random, size: int) -> str:
     return "x" + "".join(rng.choices(parts, k=size))
 
 
+@pytest.mark.slow(proves="random documents of a hundred thousand characters")
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_read_in_chunks_get_the_tokens_of_the_package(tokenizers, tmp_path, kind):
     """Decoding these tokens, and others, gives the text of the package as well."""

@@ -20,13 +20,3 @@ def test_eight_ranks_of_fsdp_train_with_the_defaults(tokens, tmp_path):
     assert [row["step"] for row in job.rows()] == [1, 10, 20, 30]
     assert losses[-1] < losses[0] - 1
     assert len([*(tmp_path / "run/checkpoints/step-00000030").glob("rank-*.safetensors")]) == 8
-
-
-def test_a_batch_that_the_ranks_cannot_split_is_refused_with_one_that_works(train):
-    refused = train(3, "--strategy fsdp")
-    assert refused.status == 2
-    assert "global_batch_size 8 is not a multiple of 3 data-parallel ranks" in refused.error
-    assert "micro_batch_size" not in refused.error
-    _, _, remedy = refused.error.partition("give --global_batch_size ")
-    accepted = train(3, f"--strategy fsdp --global_batch_size {remedy.split()[0]}")
-    assert accepted.status == 0, accepted.error

@@ -141,7 +141,14 @@ def golden() -> dict:
     return json.loads(FILE.read_text())
 
 
-@pytest.mark.parametrize("name", ROWS)
+MORE_MESHES = pytest.mark.slow(proves="the recorded numbers on further meshes")
+QUICK = ("single", "ddp 4", "fsdp 2, accumulated", "hsdp 2x2, shard", "seed 1", "bfloat16")
+QUICK += ("bfloat16, fsdp 2", "uneven, fsdp 3", "untied, fsdp 2", "adaptive, fsdp 2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[MORE_MESHES] * (name not in QUICK)) for name in ROWS]
+)
 def test_a_run_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, golden, name):
     row = ROWS[name]
     out = run(pool, tokens, tmp_path / "run", row.ranks, f"{NUMBERS[row.numbers]} {row.flags}")

@@ -140,7 +140,17 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("number, launcher, flags, when, status", STOPS.values(), ids=STOPS)
+MORE_SIGNALS = pytest.mark.slow(proves="torchrun, and further signals")
+QUICK = ("SIGINT", "SIGTERM in an evaluation")
+
+
+@pytest.mark.parametrize(
+    "number, launcher, flags, when, status",
+    [
+        pytest.param(*row, id=name, marks=[MORE_SIGNALS] * (name not in QUICK))
+        for name, row in STOPS.items()
+    ],
+)
 def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
     start, whole, pool, tokens, number, launcher, flags, when, status
 ):

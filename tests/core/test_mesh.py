@@ -85,6 +85,9 @@ ROWS = {
 }
 SINGLE = {numbers: Row(1, "", 1, numbers) for numbers in NUMBERS}  # to compare with
 
+MORE_MESHES = pytest.mark.slow(proves="that a run continues by itself on further meshes")
+QUICK = ("ddp2-batch", "fsdp2-none", "hsdp4-shard")
+
 each_row = pytest.mark.parametrize("name", ROWS)
 each_numbers = pytest.mark.parametrize("numbers", NUMBERS)
 
@@ -165,6 +168,7 @@ def test_one_rank_learns_and_clips_in_some_steps(trained, numbers):
     assert [row["tokens"] for row in rows] == [row["step"] * SEQUENCES * LENGTH for row in rows]
 
 
+@pytest.mark.slow(proves="statistics and weights, beside the recorded losses")
 @each_row
 def test_a_mesh_logs_the_numbers_of_one_rank(trained, name):
     row = ROWS[name]
@@ -415,7 +419,9 @@ def go_on(start, run: Run, row: Row, out: Path) -> Run:
     return Run(out, 0, answers[0][1], "")
 
 
-@each_row
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[MORE_MESHES] * (name not in QUICK)) for name in ROWS]
+)
 def test_a_continued_run_ends_with_identical_bits(start, trained, tmp_path, name):
     run = trained(name)
     continued = go_on(start, run, ROWS[name], tmp_path / "run")
@@ -439,7 +445,10 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("name, other", MOVES)
+@pytest.mark.parametrize(
+    "name, other",
+    [pytest.param(*pair, marks=[MORE_MESHES] * (pair not in MOVES[2:4])) for pair in MOVES],
+)
 def test_a_run_continues_on_another_mesh_with_the_same_numbers(
     start, trained, tmp_path, name, other
 ):

@@ -225,7 +225,13 @@ def starting_with(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensors[name] for name in names}
 
 
-@pytest.mark.parametrize("case", CASES)
+MORE_CASES = pytest.mark.slow(proves="sizes and sequences of real runs, other settings")
+QUICK = ("accumulation", "adaptive")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[MORE_CASES] * (case not in QUICK)) for case in CASES]
+)
 def test_a_run_has_the_numbers_of_the_reference(pool, tokens, tmp_path, case):
     first, out = tmp_path / "first", tmp_path / "run"
     flags = f"--data {tokens} {COMMON} {CASES[case]}"

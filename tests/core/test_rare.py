@@ -205,6 +205,7 @@ def test_a_write_that_fails_on_rank_1_loses_no_checkpoint(pool, train, tokens, t
     assert_close(again, whole, 0)
 
 
+@pytest.mark.slow(proves="torchrun and a whole process group")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_and_all_its_ranks_saves(job, train, number):
     """As Ctrl-C in a terminal, or a scheduler, sends it."""

@@ -26,6 +26,7 @@ TP_ROWS = {
     "fsdp x tp 2": (4, f"{FSDP} --tp 2", "plain"),
     "fsdp x tp 2, untied": (4, f"{FSDP} --tp 2 --micro_batch_size 1", "untied"),
 }
+MORE_MESHES = pytest.mark.slow(proves="the recorded numbers on further meshes")
 MUON_ROWS = {
     "single": (1, ""),
     "ddp 2": (2, "--strategy ddp"),
@@ -35,7 +36,9 @@ MUON_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", TP_ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "fsdp x tp 2")) for name in TP_ROWS]
+)
 def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, name):  # noqa: F811
     ranks, flags, numbers = TP_ROWS[name]
     out = run(pool, tokens, tmp_path / "run", ranks, f"{NUMBERS[numbers]} {flags}")
@@ -43,7 +46,9 @@ def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, n
     assert_numbers(numbers_of(out), expected, TOLERANCES[numbers])
 
 
-@pytest.mark.parametrize("name", MUON_ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "hsdp 2x2")) for name in MUON_ROWS]
+)
 def test_muon_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, name):  # noqa: F811
     ranks, flags = MUON_ROWS[name]
     out = run(pool, tokens, tmp_path / "run", ranks, f"{MUON} {flags}")

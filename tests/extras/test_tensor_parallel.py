@@ -25,6 +25,7 @@ def assert_same_numbers(one, other, relative: float = 1e-5) -> None:
         assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=relative)
 
 
+@pytest.mark.slow(proves="statistics, beside the recorded losses")
 @pytest.mark.parametrize("row", ROWS)
 def test_tensor_parallel_ranks_give_the_numbers_of_one_rank(train, row):  # noqa: F811
     ranks, mesh, flags = ROWS[row]
