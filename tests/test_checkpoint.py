@@ -57,6 +57,7 @@ def load_and_count(argv: list[str], path: Path) -> tuple[int, int]:
     return copied, sum(local(tensor).numel() for tensor in state.values())
 
 
+@pytest.mark.slow(proves="the memory of loading a large checkpoint")
 def test_each_rank_reads_only_its_shards_of_a_full_checkpoint(on_ranks, whole, tmp_path):
     path = tmp_path / "full"
     consolidate(last_checkpoint(whole["hsdp --dp_shard 2"]), path)

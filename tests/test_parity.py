@@ -40,6 +40,7 @@ def test_extras_together_give_the_numbers_of_one_rank(train, row):  # noqa: F811
     assert_close(one, train(ranks, f"{mesh} {flags}", "many"), relative, 5)
 
 
+@pytest.mark.slow(proves="extras together")
 def test_a_run_with_several_extras_continues_bit_for_bit(train):  # noqa: F811
     flags = f"{FSDP_TP} --async_save --optimizer muon --schedule constant --save_interval 3"
     whole = train(4, f"{flags} --max_steps 6", "whole")

@@ -39,6 +39,7 @@ from text import tokenizer
 from tools import hf
 
 
+@pytest.mark.slow(proves="the built-in data, in a copy of the core")
 def test_the_built_in_data_needs_prepare_and_text(tmp_path):
     fork = copy_with(tmp_path / "fork")
     shutil.rmtree(fork / "text")

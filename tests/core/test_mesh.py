@@ -85,10 +85,13 @@ ROWS = {
 }
 SINGLE = {numbers: Row(1, "", 1, numbers) for numbers in NUMBERS}  # to compare with
 
-MORE_MESHES = pytest.mark.slow(proves="that a run continues by itself on further meshes")
-QUICK = ("ddp2-batch", "fsdp2-none", "hsdp4-shard")
+MORE_MESHES = pytest.mark.slow(proves="further meshes and policies")
+QUICK = ("ddp2-batch", "fsdp2-none", "fsdp2-untied", "hsdp4-shard")
 
 each_row = pytest.mark.parametrize("name", ROWS)
+each_quick_row = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[MORE_MESHES] * (name not in QUICK)) for name in ROWS]
+)
 each_numbers = pytest.mark.parametrize("numbers", NUMBERS)
 
 
@@ -175,6 +178,7 @@ def test_a_mesh_logs_the_numbers_of_one_rank(trained, name):
     assert_rows(trained(name), trained(row.numbers), TOLERANCES[row.numbers]["logs"])
 
 
+@pytest.mark.slow(proves="weights, beside the recorded losses")
 @each_row
 def test_a_mesh_saves_the_weights_of_one_rank(trained, name):
     row = ROWS[name]
@@ -342,7 +346,7 @@ SENT = {
 }
 
 
-@each_row
+@each_quick_row
 def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
     """From the first forward pass of step 2 to that of step 3. DDP has a pass before step 1."""
     row = ROWS[name]
@@ -419,9 +423,7 @@ def go_on(start, run: Run, row: Row, out: Path) -> Run:
     return Run(out, 0, answers[0][1], "")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[MORE_MESHES] * (name not in QUICK)) for name in ROWS]
-)
+@each_quick_row
 def test_a_continued_run_ends_with_identical_bits(start, trained, tmp_path, name):
     run = trained(name)
     continued = go_on(start, run, ROWS[name], tmp_path / "run")
