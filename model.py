@@ -1,4 +1,4 @@
-"""The decoder: a Llama-3-style transformer, its sizes, weights and generation.
+"""The decoder: a Llama-3-style transformer, its sizes, initial weights and generation.
 
 Every strategy runs the same arithmetic. Weights are in float32 (single, DDP) or already in the
 compute dtype (FSDP gathers them in it); each layer casts its weight to the dtype of its input.
@@ -6,18 +6,21 @@ compute dtype (FSDP gathers them in it); each layer casts its weight to the dtyp
 In shape comments there are B sequences of T tokens and H heads, and d_head = d_model / n_head.
 """
 
-import contextlib
-import dataclasses
 import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import wrap_torch_function
+
+
+class ModelError(ValueError):
+    """The numbers of a model do not fit together."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True)
@@ -32,20 +35,15 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Raises ValueError if its numbers do not fit together.
-
-    A field with an annotation is also a flag, which config.py explains. If the flag is not given,
-    the named size, or the model of the checkpoint, has the value.
-    """
+    """The shape of a decoder. Raises ModelError if its numbers do not fit together."""
 
     vocab_size: int
-    n_layer: Annotated[int, "part", "number of blocks", (1, 10_000)]
-    n_head: Annotated[int, "part", "number of attention heads", (1, 10_000)]
-    # Grouped-query attention (Ainslie et al. 2023)
-    n_kv_head: Annotated[int, "part", "key and value heads; fewer than n_head: GQA", (1, 10_000)]
-    d_model: Annotated[int, "part", "width of the residual stream", (1, 1_000_000)]
-    d_ff: Annotated[int, "part", "hidden width of the MLP", (1, 10_000_000)]
-    seq_len: Annotated[int, "part", "tokens per sequence", (1,)]
+    n_layer: int
+    n_head: int
+    n_kv_head: int  # fewer than n_head: grouped-query attention (Ainslie et al. 2023)
+    d_model: int  # width of the residual stream
+    d_ff: int  # hidden width of the MLP
+    seq_len: int
     rope_theta: float = 10_000.0
     tied: bool = True  # the head shares the embedding's matrix (Press & Wolf 2017)
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
@@ -53,34 +51,22 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict) -> "ModelConfig":
-        """Create the config from a manifest's model. Missing optional fields get their defaults.
-
-        Raises ValueError, also for an unknown field: ignoring it would change the model.
-        """
-        try:
-            check_fields("model", cls, fields)
-            scaling = fields.get("rope_scaling")
-            if scaling:
-                check_fields("rope_scaling", RopeScaling, scaling)
-                scaling = RopeScaling(**scaling)
-            return cls(**fields | {"rope_scaling": scaling})
-        except (TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"its model has an invalid value: {error}") from None
+        """Create the config from a checkpoint's manifest. Raises TypeError for unknown fields."""
+        scaling = fields.get("rope_scaling")
+        return cls(**fields | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
 
     def __post_init__(self):
         if self.d_model % self.n_head or self.d_model // self.n_head % 2:
-            raise ValueError(
+            raise ModelError(
                 f"d_model {self.d_model} / n_head {self.n_head} must be a whole, even number "
                 "(RoPE rotates pairs of elements)"
             )
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
+            raise ModelError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
 
 
-@wrap_torch_function(lambda x: (x,))
-def is_gpu(x: Tensor) -> bool:
-    """Whether to use kernels for GPUs. A TorchFunctionMode of tools.plan overrides this."""
-    return x.device.type != "cpu"
+# --------------------------------------------------------------------------------------------------
+# Layers
 
 
 class Linear(nn.Linear):
@@ -103,7 +89,7 @@ def select_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     torch sums them in the dtype of the weight on CPUs, and on CUDA for up to 3,072 tokens. FSDP
     gathers weights in bfloat16, in which a sum stops growing at 256 times its addend.
     """
-    if is_gpu(weight) and tokens.numel() > 3072:
+    if weight.is_cuda and tokens.numel() > 3072:
         return F.embedding(tokens, weight)
     return F.embedding(tokens, weight.float()).to(weight.dtype)
 
@@ -112,10 +98,7 @@ class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm (Zhang & Sennrich 2019): statistics in float32, result in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x, self.weight)
-
-    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps=self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def rope_table(config: ModelConfig, T: int, device: torch.device) -> Tensor:
@@ -152,11 +135,9 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair (i, i + d_head / 2) of x (B, H, T, d_head) by the angle of its position."""
     cos, sin = rope  # (T, d_head) each
     others = x.roll(x.size(-1) // 2, dims=-1)  # the other element of each pair
-    # A sum has the memory layout of its first operand: `others` is contiguous, while x is (B, T, H,
-    # d_head) in memory. Attention on a GPU returns the layout of q, so with x's layout it joins the
-    # heads without a copy. The written-out attention on a CPU is faster with contiguous operands.
-    first, second = (x * cos, others * sin) if is_gpu(x) else (others * sin, x * cos)
-    return (first + second).to(x.dtype)
+    # The sum has the memory layout of its first operand, and attention on a GPU that of q. With x's
+    # layout, (B, T, H, d_head) in memory, the heads are joined without a copy.
+    return (x * cos + others * sin).to(x.dtype)
 
 
 CPU_KERNEL_ABOVE = 512  # tokens; up to this length, written-out attention is faster on a CPU
@@ -167,34 +148,24 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q is (B, H, T, d_head). k and v may have fewer heads, if their number divides H.
     """
-    B, H, T, d_head = q.shape
-    on_gpu = is_gpu(q)
-    writes_out = not on_gpu and T <= CPU_KERNEL_ABOVE
+    H, T, d_head = q.shape[1:]
+    writes_out = q.is_cpu and T <= CPU_KERNEL_ABOVE
     group_size = H // k.size(1)  # query heads that share a key and value head
     # In float32, the only GPU kernel that does not write out the scores cannot share heads.
-    takes_groups = not writes_out and not (on_gpu and q.dtype == torch.float32)
-    if group_size > 1 and not takes_groups:
+    if group_size > 1 and (writes_out or q.dtype == torch.float32):
         k = k.repeat_interleave(group_size, dim=1)
         v = v.repeat_interleave(group_size, dim=1)
-        group_size = 1
     if not writes_out:
-        # torch picks the fastest kernel: since 2.11, cuDNN's on Hopper and Blackwell GPUs and
-        # FlashAttention on other GPUs.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
-
-    # The backward of torch's CPU kernel takes twice as long for such lengths. In bfloat16, unlike
-    # in the kernel, the scores are rounded: float32 scores would take a sixth longer.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < H)
+    # The backward of torch's CPU kernel takes twice as long for such lengths.
     mask = q.new_full((T, T), -math.inf).triu(1)
-    q = q.flatten(0, 1)  # (B * H, T, d_head)
-    k = k.flatten(0, 1)
-    v = v.flatten(0, 1)
-    scores = torch.baddbmm(mask, q, k.mT, alpha=d_head**-0.5)  # (B * H, T, T)
-    y = scores.softmax(-1) @ v  # (B * H, T, d_head)
-    return y.view(B, H, T, d_head)
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=d_head**-0.5)
+    y = scores.softmax(-1) @ v.flatten(0, 1)  # (B * H, T, d_head)
+    return y.view(q.shape)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023)."""
+    """Causal grouped-query attention."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -222,8 +193,6 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): (B, T, d_model) -> (B, T, d_model)."""
 
-    activation = staticmethod(F.silu)
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Linear(config.d_model, config.d_ff, bias=False)
@@ -231,7 +200,7 @@ class MLP(nn.Module):
         self.down = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -250,6 +219,16 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class TokenLoss(nn.Module):
+    """The summed cross-entropy of targets (N,), for x (N, d_model), weight (vocab_size, d_model).
+
+    It is a separate module so that it can be compiled, or replaced.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+
 class Head(Linear):
     """x (B, T, d_model) -> float32 logits, or with targets (B, T) their mean cross-entropy.
 
@@ -266,8 +245,7 @@ class Head(Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
-        if weight is None:
-            weight = self.weight
+        weight = self.weight if weight is None else weight
         weight = weight.to(x.dtype)  # (vocab_size, d_model)
         if targets is None:
             return F.linear(x, weight).float()  # (B, T, vocab_size)
@@ -276,14 +254,8 @@ class Head(Linear):
         return self.loss(x, weight, targets) / targets.numel()
 
 
-class TokenLoss(nn.Module):
-    """The summed cross-entropy of targets (N,), for x (N, d_model), weight (vocab_size, d_model).
-
-    It is a separate module so that it can be compiled, or replaced.
-    """
-
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+# --------------------------------------------------------------------------------------------------
+# The decoder
 
 
 class Transformer(nn.Module):
@@ -316,8 +288,6 @@ class Transformer(nn.Module):
     def init_tensor(self, name: str, tensor: Tensor, seed: int) -> None:
         """Fill the full parameter `name` in place. Its values depend on seed, name and device type.
 
-        On GPUs, values of large matrices also depend on the number of multiprocessors.
-
         Norms are 1. Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 * n_layer)
         in the 2 * n_layer layers that add to the residual stream (GPT-2, Radford et al. 2019).
         """
@@ -336,20 +306,12 @@ class Transformer(nn.Module):
         """Whether weight decay applies: to matrices, but not to norms and the embedding."""
         return name != "embed.weight" and not name.endswith("norm.weight")
 
-    def is_hidden(self, name: str) -> bool:
-        """Whether a parameter belongs to a block, not to the embedding, the head or last norm."""
-        return name.startswith("blocks.")
-
-    def logged_values(self) -> dict[str, Tensor]:
-        """Columns of the log that modules computed in the last forward pass, 0-d tensors.
-
-        A module computes one if its forward sets self.logged = {"z_loss": z_loss.detach()}, for
-        example. If several modules have the same column, it is their mean.
-        """
+    def columns(self) -> dict[str, Tensor]:
+        """Columns of the log that modules of a fork left in `self.logged`: {name: 0-d tensor}."""
         values: dict[str, list[Tensor]] = {}
         for module in self.modules():
             for name, value in getattr(module, "logged", {}).items():
-                values.setdefault(name, []).append(value)
+                values.setdefault(name, []).append(value.detach())
         return {name: torch.stack(found).mean() for name, found in values.items()}
 
     def parameter_count(self) -> int:
@@ -376,40 +338,8 @@ def meta_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Trans
         return Transformer(config, dtype)
 
 
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, for forks with dropout, then restore each module's mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 # --------------------------------------------------------------------------------------------------
 # Generation
-
-
-class NotFinite(RuntimeError):
-    """The model computes values that are not finite."""
-
-    exit_status = 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How `generate` draws tokens, and when it stops. See `draw`."""
-
-    temperature: float = 1.0  # 0: take the most likely token
-    top_k: int = 0  # 0: draw from all tokens
-    top_p: float = 1.0
-    stop: int | None = None  # this token ends the text, and is not part of it
-    seed: int = 0
-
-
-CUDA_CONTEXT_MULTIPLE = 128  # tokens: see `generate`
 
 
 @torch.no_grad()
@@ -417,60 +347,39 @@ def generate(
     model: nn.Module,
     prompt: list[int],
     n: int,
-    sampling: Sampling,
     *,
     seq_len: int,
     vocab_size: int,
     device: torch.device | str,
-    tp: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    multiple: int = 128,
 ) -> Iterator[int]:
-    """Continue a prompt, which must not be empty: yield up to n tokens.
+    """Continue a prompt, which must not be empty: yield n tokens, given the last seq_len tokens.
 
-    `draw` draws each token, given the last seq_len tokens. Ids of vocab_size and above only pad the
-    head and are never drawn. The same seed gives the same tokens. `tp` is the number of ranks that
-    split a sequence; it divides seq_len. Raises NotFinite.
+    temperature  0 takes the most likely token
+    top_k        draw only from this many of the most likely tokens; 0: from all
+    vocab_size   ids from here on only pad the head, and are never drawn
+    multiple     of tokens to which the context is padded: the ranks of a tp group split them, and
+                 cuDNN builds a plan for each new shape, which takes about half a second
     """
     tokens = list(prompt)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    # cuDNN builds a plan for each new shape, which takes about half a second: the context may not
-    # grow by one token at a time. On CPUs, which need no plans, padding would change the rounding.
-    is_cuda = torch.device(device).type == "cuda"
-    multiple = math.lcm(tp, CUDA_CONTEXT_MULTIPLE) if is_cuda else tp
-    with eval_mode(model):
-        for _ in range(n):
-            context = tokens[-seq_len:]
-            padding = [0] * (-len(context) % multiple)  # at the end, since attention is causal
-            logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
-            logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
-            if not logits.isfinite().all():
-                raise NotFinite(
-                    "the model's logits are not finite: its weights have diverged or are damaged"
-                )
-            token = draw(logits, sampling, generator)
-            if token == sampling.stop:
-                return
-            tokens.append(token)
-            yield token
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from softmax(logits / temperature); at temperature 0 take the most likely.
-
-    top_k > 0 keeps only the top_k most likely tokens. Then top_p < 1 keeps the fewest tokens whose
-    probabilities add up to at least top_p (nucleus sampling, Holtzman et al. 2020).
-    """
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    if 0 < sampling.top_k < len(logits):
-        smallest_kept = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
-    # Subtract the largest first, so that no temperature above 0 overflows.
-    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
-        ranked, tokens = probabilities.sort(descending=True)
-        before = ranked.cumsum(-1) - ranked  # total of all more likely tokens
-        probabilities[tokens[before >= sampling.top_p]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n):
+        context = tokens[-seq_len:]
+        padding = [0] * (-len(context) % multiple)  # at the end, since attention is causal
+        logits = model(torch.tensor([context + padding], device=device))  # (1, T, vocab_size)
+        logits = logits[0, len(context) - 1, :vocab_size].cpu().double()
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            if 0 < top_k < len(logits):
+                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+            probabilities = (logits / temperature).softmax(-1)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
+        tokens.append(token)
+        yield token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -499,58 +408,19 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The flags of the model, beside those of ModelConfig; config.py explains the annotations."""
+    """The flags of the model; config.py explains the annotations.
 
-    model: Annotated[
-        Literal[tuple(SIZES)] | None,
-        "part",
-        "named size (default: tiny, or that of --init_from); --n_layer ... override its parts",
-    ] = None
+    A size that is not given is that of --model, or of the checkpoint.
+    """
+
+    model: Annotated[Literal[tuple(SIZES)] | None, "part", "size (default: tiny)"] = None
+    n_layer: Annotated[int | None, "part", "number of blocks", (1, 10_000)] = None
+    n_head: Annotated[int | None, "part", "number of attention heads", (1, 10_000)] = None
+    n_kv_head: Annotated[int | None, "part", "fewer than n_head: GQA", (1, 10_000)] = None
+    d_model: Annotated[int | None, "part", "width of the residual stream", (1, 1_000_000)] = None
+    d_ff: Annotated[int | None, "part", "hidden width of the MLP", (1, 10_000_000)] = None
+    seq_len: Annotated[int | None, "part", "tokens per sequence", (1,)] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        "part",
-        "compute dtype; auto: bfloat16 if the hardware supports it",
+        Literal["auto", "float32", "bfloat16"], "part", "auto: bfloat16 if the device has it"
     ] = "auto"
-    loss_chunks: Annotated[int, "free", "compute logits and loss in N chunks of tokens", (1,)] = 1
-
-
-def size_flags() -> type:
-    """The class of flags that override fields of ModelConfig: None unless they are given."""
-    flags = []
-    for name, hint in get_type_hints(ModelConfig, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            kind, *metadata = get_args(hint)
-            flags.append((name, Annotated[(kind | None, *metadata)], None))
-    return dataclasses.make_dataclass("SizeFlags", flags, frozen=True, kw_only=True)
-
-
-SizeFlags = size_flags()
-SizeFlags.__module__ = __name__  # so that --help lists them as flags of this file
-
-
-# Fields that change what the weights mean, but not their names and shapes
-MEANINGS = ("n_head", "n_kv_head", "rope_theta", "rope_scaling", "norm_eps")
-
-
-def weights_fit(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models have the same weights, by their names and shapes, and their meaning."""
-    if any(getattr(one, name) != getattr(other, name) for name in MEANINGS):
-        return False
-    first, second = (
-        {name: weight.shape for name, weight in meta_model(config).named_parameters()}
-        for config in (one, other)
-    )
-    return first == second
-
-
-def check_fields(what: str, cls: type, fields: dict) -> None:
-    """Raise ValueError if `fields` lacks required fields of a dataclass, or has unknown ones."""
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    required = [name for name in known if known[name].default is dataclasses.MISSING]
-    missing = ", ".join(name for name in required if name not in fields)
-    unknown = ", ".join(name for name in fields if name not in known)
-    if missing or unknown:
-        raise ValueError(
-            f"its {what} does not match this code: "
-            f"missing fields: {missing or 'none'}; unknown fields: {unknown or 'none'}"
-        )
+    loss_chunks: Annotated[int, "free", "compute logits and loss in N chunks", (1,)] = 1

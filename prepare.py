@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import errors
-from errors import UsageError, plural, try_lock
+from errors import UsageError, hold_lock
 from text import tokenizer
 from text.encode import Encoder, Splitter, tokenize
-from text.sources import Corpus, SourceError, find_files
+from text.sources import Corpus, SourceError, find_files, plural
 
 # A tokenizer that loses a larger share of the text would win each comparison by bits per byte.
 LOSES_LITTLE = 0.001
@@ -54,25 +54,16 @@ def unfinished(out: Path) -> Iterator[Path]:
     """
     folder = out.with_name(f".{out.name}.unfinished")
     lock_file = out.with_name(f".{out.name}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise UsageError(
-            f"--out {out}: {error.filename} is a file; choose another folder"
-        ) from None
-    lock = try_lock(lock_file)
-    if lock is None:
-        raise UsageError(f"another process is writing --out {out}: wait until it has finished")
-    try:
-        if os.path.lexists(out):
-            raise UsageError(f"--out {out} exists: remove it or choose another folder")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock_file.unlink()
-        os.close(lock)
+    with hold_lock(lock_file):
+        try:
+            if os.path.lexists(out):
+                raise UsageError(f"--out {out} exists: remove it or choose another folder")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock_file.unlink()
 
 
 def prepare(

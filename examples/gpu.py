@@ -23,7 +23,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dist
 import optim
-from model import SIZES, Transformer
+from model import SIZES, meta_model
 
 THIS = Path(__file__).resolve()
 ROOT = THIS.parent.parent
@@ -201,23 +201,15 @@ def train_on_ranks(tokens: Path, steps: int = 5, sequences: int = 8) -> dict:
     Everything but NCCL is as on four GPUs: FSDP's kernels and streams, and both axes of the mesh.
     """
     has_gpu = torch.cuda.is_available()
-    world = dist.start("cuda:0" if has_gpu else "cpu", backend="gloo")
+    world = share_device()
     shape = (2, 2, 1) if world.size == 4 else (1, 1, 1)
     mesh = dist.make_mesh(world, shape)
     config = SIZES["gpt2-124m" if has_gpu else "tiny"]
-    with torch.device("meta"):
-        decoder = Transformer(config)
-    model = dist.parallelize(
-        decoder,
-        mesh,
-        "hsdp" if world.size == 4 else "single",
-        init=partial(decoder.init_tensor, seed=0),
-        fsdp_units=[[block] for block in decoder.blocks],
-    )
-    settings = optim.Settings(lr=1e-3, max_steps=steps, device=world.device.type)
-    optimizer = optim.Optimizer(
-        decoder.named_parameters(), decoder.decays, settings, decoder.is_hidden
-    )
+    decoder = meta_model(config)
+    strategy = dist.Settings(strategy="hsdp" if world.size == 4 else "single", wrap="block")
+    model = dist.parallelize(decoder, mesh, strategy, partial(decoder.init_tensor, seed=0))
+    settings = optim.Settings(lr=1e-3, max_steps=steps)
+    optimizer = optim.Optimizer(decoder.named_parameters(), decoder.decays, settings)
     ids = np.fromfile(tokens / "train.bin", dtype=np.uint16).astype(np.int64) % config.vocab_size
     batches = ids[: steps * sequences * (config.seq_len + 1)]
     batches = torch.from_numpy(batches).view(steps, sequences, config.seq_len + 1)
@@ -240,6 +232,18 @@ def train_on_ranks(tokens: Path, steps: int = 5, sequences: int = 8) -> dict:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
+
+
+def share_device() -> dist.World:
+    """Join the ranks like dist.start, but all of them on the first GPU, which NCCL would refuse."""
+    timeout = timedelta(seconds=60)
+    store, rank, size = dist.find_ranks(timeout)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    backend = "cpu:gloo,cuda:gloo" if has_gpu else "gloo"
+    place = {"store": store, "rank": rank, "world_size": size}
+    torch.distributed.init_process_group(backend, timeout=timeout, **place)
+    return dist.World(rank, size, size, device, timeout, device_name="", has_bfloat16=has_gpu)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -379,7 +383,7 @@ def figures(name: str, work: Path, earlier: dict[str, dict]) -> dict:
     found = {"losses": [row["loss"] for row in steps], "first_step": steps[0]["step_time"]}
     for key in ("step_time", "tokens_per_second", "mfu"):
         found[key] = statistics.median(row[key] or 0 for row in steps[-10:])
-    for key in ("peak_device_memory", "peak_reserved_memory", "peak_host_memory"):
+    for key in ("peak_device_memory", "peak_host_memory"):
         found[key] = max(row[key] for row in steps)
     last_row = datetime.fromisoformat(rows[-1]["time"]).timestamp()
     found["seconds_after_last_row"] = (work / f"{name}.txt").stat().st_mtime - last_row

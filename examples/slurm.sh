@@ -14,8 +14,8 @@
 
 out=$1
 shift
-last_row() { tail -n 1 "$out/metrics.jsonl" 2> /dev/null; }
-before=$(last_row)
+saved() { ls "$out/checkpoints" 2> /dev/null; }
+before=$(saved)
 
 # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -30,11 +30,9 @@ srun --kill-on-bad-exit=0 torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "${
     --shutdown-timeout 110 train.py --out "$out" "$@"
 status=$?
 
-# torchrun does not pass on the status 75 of a run that stopped and saved, but each end of a run writes a
-# row. A start that wrote none was refused, and would be refused again. --requeue alone only requeues a
-# job that has lost a node.
-case $(last_row) in
-    "$before" | *'"end": "finished"'* | *'"end": "failed"'*) ;;
-    *) scontrol requeue "$SLURM_JOB_ID" ;;
-esac
+# torchrun turns the status 75 of a run that stopped and saved into 1. A start that failed without a new
+# checkpoint would fail again. --requeue alone only requeues a job that has lost a node.
+if [ $status -ne 0 ] && [ "$(saved)" != "$before" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit $status

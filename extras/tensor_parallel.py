@@ -17,7 +17,10 @@ To remove it, delete this file and its branch in train.build.
 """
 
 import functools
+from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -36,14 +39,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from model import Embedding, RMSNorm, Transformer, select_rows
+from dist import SAVED_OPERATIONS
+from errors import UsageError
+from model import Embedding, ModelConfig, RMSNorm, Transformer, select_rows
 
 
 def split(model: Transformer, mesh: DeviceMesh) -> None:
     """Split a model on the meta device over the ranks of `mesh`, its tp axis.
 
-    Parameters keep their names. Those that the plan does not split are replicated.
+    Parameters keep their names. Those that the plan does not split are replicated. Raises
+    UsageError unless the ranks can split every layer into equal parts.
     """
+    tp = mesh.size()
+    for name in ("n_kv_head", "d_ff", "vocab_size", "seq_len"):  # and so n_head
+        if (size := getattr(model.config, name)) % tp:
+            raise UsageError(f"--tp {tp} does not divide {name} {size}: choose another one")
     compute_loss_from_parts()
     parallelize_module(model, mesh, plan(model))
     distribute_module(model, mesh)
@@ -103,7 +113,25 @@ def normalize_tokens(norm: RMSNorm, x: Tensor) -> Tensor:
     So its gradient of the weight is a partial sum, marked `Partial`. FSDP adds these sums when it
     reduces gradients; without FSDP, optim.py does.
     """
-    return norm.normalize(x, norm.weight.to_local(grad_placements=[Partial()]))
+    weight = norm.weight.to_local(grad_placements=[Partial()])
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), norm.eps)
+
+
+def saved_results(config: ModelConfig, tp: int) -> Callable:
+    """Return which results selective recomputation keeps: see dist.checkpoint_activations.
+
+    Row-wise layers compute partial sums, as large as the full output. What their reduce_scatter
+    returns is kept instead, which is 1 / tp as large.
+    """
+    row_wise = [(size // tp, config.d_model) for size in (config.d_model, config.d_ff)]  # (in, out)
+
+    def is_saved(context, operator, *args, **kwargs) -> bool:
+        if operator is torch.ops.aten.mm.default:
+            weight = args[1].to_local() if isinstance(args[1], DTensor) else args[1]
+            return tuple(weight.shape) not in row_wise
+        return operator in SAVED_OPERATIONS
+
+    return is_saved
 
 
 def collect(model: Transformer, inputs: tuple, y: Tensor) -> Tensor:

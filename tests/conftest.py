@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from core import conftest as core
@@ -31,15 +32,15 @@ from torch.distributed.tensor import DTensor
 import checkpoint
 import config
 import dist
+import optim
 import prepare
 import train
-from config import Run, parse
-from data import DataFacts
-from dist import Machine
-from log import read_log
+from config import Config, Run, parse
+from data import TokenFolder
+from dist import World
+from log import read_rows
 from model import ModelConfig, Transformer
-from start import Origin, start_run
-from tools import checkpoint as commands
+from start import start_run
 
 ROOT = Path(__file__).parent.parent
 pool, job = core.pool, core.job  # fixtures: the ranks of tests/core, and jobs on `tokens`
@@ -59,6 +60,20 @@ QUIET = (
 os.environ["RES_OPTIONS"] = "timeout:1"
 
 torch.set_num_threads(1)  # also in the workers: other processes use the other cores
+
+# Files, by their paths in the repository, that an issue will move to the new core, and what it
+# does. Tests among them are not collected, and tests of documents leave the others out.
+NEXT_ISSUES = dict.fromkeys(
+    [
+        "docs/lecture.md",
+        "docs/lecture-1-ranks.md",
+        "docs/lecture-2-memory.md",
+        "docs/lecture-3-clusters.md",
+        "tests/test_lecture.py",  # and so docs/bugs and docs/play.py
+    ],
+    "issue 100 writes the lecture again",
+)
+collect_ignore = [ROOT / file for file in NEXT_ISSUES]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -161,57 +176,66 @@ def listen(argv: list[str], main=call_train) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-CPU = Machine(
-    world_size=1,
+CPU = World(
+    rank=0,
+    size=1,
     local_size=1,
-    device_type="cpu",
+    device=torch.device("cpu"),
+    timeout=timedelta(seconds=600),
     device_name="",
     has_bfloat16=False,
 )
-FACTS = DataFacts(vocab_size=257, tokenizer="bytes", fingerprint="abc")
+SOURCE = TokenFolder(Path("tokens"), np.dtype(np.uint16), 257, "bytes", "abc")
 
 
 def resolve(
-    text: str,
-    origin: Origin | None = None,
-    facts: DataFacts = FACTS,
-    **machine,
+    text: str, source: TokenFolder = SOURCE, saved: ModelConfig | None = None, **world
 ) -> Run:
-    """Resolve a command line on one CPU, or on that machine with the fields `machine` changed."""
-    if "world_size" in machine:
-        machine = {"local_size": machine["world_size"], **machine}
-    origin = origin or Origin(parse(text.split()))
-    place = dataclasses.replace(CPU, **machine)
-    saved = origin.kept, origin.model_config
-    return config.resolve(parse(text.split()), place, facts, *saved)
+    """Resolve a command line on one CPU, or in a world with the fields `world` changed."""
+    if "size" in world:
+        world = {"local_size": world["size"], **world}
+    place = dataclasses.replace(CPU, **world)
+    return config.resolve(Config(**parse(text.split())), place, source, saved)
 
 
 def build_run(argv: list[str]) -> SimpleNamespace:
     """Build a run of train.py on this rank, up to its first step."""
-    world = dist.start(parse(argv).device)
+    world = dist.start(parse(argv).get("device", "auto"))
     with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
         run, start = start_run(argv, world, held)
-        state = train.build(run, start.mesh)
+        state = train.build(run, start.mesh, train.empty_model(run))
         train.load(state, start)
-    batches = train.MicroBatches(run, start, state.step)
+    batches = train.micro_batches(run, start, state.step)
     return SimpleNamespace(run=run, start=start, state=state, batches=batches, mesh=start.mesh)
 
 
 def train_step(built: SimpleNamespace, step: int) -> tuple:
     """Take step number `step` of a run."""
     built.state.step = step
-    return train.train_step(built.state, built.batches, built.run)
+    lr = optim.learning_rate(step, built.run)
+    return train.train_step(built.state, built.batches, built.run, lr)
 
 
 def make_saver(
     folder: Path, async_save: bool, keep_last: int, keep_every: int, extra_files: dict | None = None
 ) -> checkpoint.Saver:
+    """A saver whose rows are in `saver.rows`."""
+    rows = []
+    options = dict(
+        run=folder,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        extra_files=extra_files or {},
+        report=lambda row, line: rows.append(row),
+    )
     if async_save:
         from extras.async_save import AsyncSaver  # which a reader may have deleted
 
-        timeout = timedelta(seconds=20)
-        return AsyncSaver(folder, keep_last, keep_every, timeout, extra_files)
-    return checkpoint.Saver(folder, keep_last, keep_every, dist.on_all_ranks, extra_files)
+        saver = AsyncSaver(timedelta(seconds=20), **options)
+    else:
+        saver = checkpoint.Saver(on_all_ranks=dist.on_all_ranks, **options)
+    saver.rows = rows
+    return saver
 
 
 def memory_taken(task: Callable[[], None]) -> int:
@@ -358,7 +382,12 @@ def run(on_ranks, tmp_path):
 
 def rows(run: Path, key: str = "loss") -> list[dict]:
     """The rows of a run's metrics.jsonl that contain `key`, without those that are void."""
-    return [row for row in read_log(run / "metrics.jsonl") if key in row]
+    valid = []
+    for row in read_rows(run / "metrics.jsonl"):
+        if row.get("event") == "start":
+            valid = [earlier for earlier in valid if earlier["step"] <= row["step"]]
+        valid.append(row)
+    return [row for row in valid if key in row]
 
 
 def start_row(step: int = 0, **config) -> dict:
@@ -390,8 +419,12 @@ def newest_step(run: Path) -> int:
 def tensors(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """The full tensors of a checkpoint."""
     reader = checkpoint.Reader(path)
-    names = [name for name in reader.tensors if name.startswith(prefix)]
-    return {name: commands.read_full(reader, name) for name in names}
+    found = {}
+    for name, saved in reader.tensors.items():
+        if name.startswith(prefix):
+            found[name] = torch.empty_like(saved.full, device="cpu")
+            reader.fill(name, found[name])
+    return found
 
 
 def full_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -424,11 +457,6 @@ def contents(folder: Path) -> dict:
 
 def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def command(*arguments) -> tuple[int, str, str]:
-    """Run tools.checkpoint; return (status, standard output, standard error)."""
-    return listen(list(map(str, arguments)), commands.main)
 
 
 def build_model(config: ModelConfig, seed: int = 0, **options) -> Transformer:

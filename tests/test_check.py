@@ -57,9 +57,10 @@ def test_clean_ranks_pass(pool, tokens, tmp_path):
 
 REAL = 'torch.distributed.get_backend() != "fake"'  # not in a rehearsal
 MESH = "torch.distributed.get_world_size() > 1"  # not in the run on one rank
-STEP = "    state.loss = loss\n"
-MLP = "return self.down(self.activation(self.gate(x)) * self.up(x))"
+STEP = "    update, rows = state.optimizer.step("
+MLP = "return self.down(F.silu(self.gate(x)) * self.up(x))"
 ONE = "--n_layer 3 --micro_batch_size 1 --strategy single --dtype"
+NORM = "F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)"
 SCALE = "decoder.blocks[0].attention.q.weight.register_hook(lambda grad: {} * grad)"
 
 # Name -> ranks, flags, changes of the code, beginnings and ends of problems
@@ -71,12 +72,12 @@ FAULTS = {
             (
                 "train.py",
                 STEP,
-                f"{STEP}    if {REAL}:\n        torch.distributed.all_reduce(torch.ones(25))\n"
-                "        loss.item()\n",
+                f"    if {REAL}:\n        torch.distributed.all_reduce(torch.ones(25))\n"
+                f"        loss.item()\n{STEP}",
             )
         ],
         [
-            ("+100 bytes of all_reduce over world", " are not in the rehearsal"),
+            ("+100 bytes of all_reduce over dp_replicate", " are not in the rehearsal"),
             ("host syncs 1 is not", ""),
             ("the host waits at train.py:", ""),
         ],
@@ -87,8 +88,8 @@ FAULTS = {
         [
             (
                 "dist.py",
-                "    if keep_gradients:\n        # DDP",
-                f"    if {REAL}:\n        return model\n    if keep_gradients:\n        # DDP",
+                '    if run.strategy == "ddp" and run.tp == 1:',
+                f'    if run.strategy == "ddp" and run.tp == 1 and not {REAL}:',
             )
         ],
         [
@@ -103,9 +104,8 @@ FAULTS = {
         [
             (
                 "model.py",
-                "return self.normalize(x, self.weight)",
-                f"return self.normalize(x, self.weight) * (1 + 1e-3 * ({REAL} and "
-                "torch.distributed.get_rank() == 1))",
+                f"return {NORM}",
+                f"return {NORM} * (1 + 1e-3 * ({REAL} and torch.distributed.get_rank() == 1))",
             )
         ],
         [("the first output that differs in step 1 is from blocks.0.attention_norm", "")],
@@ -116,9 +116,8 @@ FAULTS = {
         [
             (
                 "checkpoint.py",
-                "    for name, tensor in flatten(state):\n        if is_reader and not error:",
-                "    for name, tensor in flatten({'model': state['model']}):\n"
-                "        if is_reader and not error:",
+                "    for name, tensor in flatten(state):\n        reader.fill",
+                "    for name, tensor in flatten({'model': state['model']}):\n        reader.fill",
             )
         ],
         [("resumed loss ", "")],
@@ -145,9 +144,8 @@ FAULTS = {
             ("model.py", MLP, f"return 0 * ({MLP.removeprefix('return ')})"),
             (
                 "train.py",
-                "    if run.loss_chunks > 1:\n        errors.need_extra",
-                "    model.embed.weight.requires_grad_(False)\n"
-                "    if run.loss_chunks > 1:\n        errors.need_extra",
+                "    if run.loss_chunks > 1:",
+                "    model.embed.weight.requires_grad_(False)\n    if run.loss_chunks > 1:",
             ),
         ],
         [

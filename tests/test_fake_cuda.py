@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from datetime import timedelta
 from unittest import mock
 
 import fake_cuda
@@ -19,12 +20,10 @@ import pytest
 import torch
 from conftest import flags
 from core.conftest import Pool
-from core.test_mesh import order_of_forward
-from test_dist import place_on_mesh
 
 import dist
 import train
-from model import SIZES, ModelConfig, Sampling, Transformer, generate
+from model import SIZES, ModelConfig, Transformer, generate
 
 # (strategy and more, ranks, micro-batches of a rank in a step)
 CASES = [
@@ -42,10 +41,10 @@ READS = "to cpu, pageable, blocking"
 ASKS = "asks for _local_scalar_dense"
 # What the host waits for outside the steps, by (function, what)
 OUTSIDE = {("optim.py __init__", BLOCKS)}
-OUTSIDE |= {("start.py open_start", BLOCKS)}
+OUTSIDE |= {("start.py read_val_batches", BLOCKS)}
 OUTSIDE |= {("train.py evaluate", BLOCKS), ("train.py evaluate", ASKS)}
 SAMPLING = {("model.py generate", BLOCKS), ("model.py generate", READS)}
-CHECKPOINTS = {("train.py is_finite", ASKS), ("checkpoint.py fill", BLOCKS)}
+CHECKPOINTS = {("train.py save", ASKS), ("checkpoint.py fill", BLOCKS)}
 SAVING = {("checkpoint.py blocks", READS)}
 ASYNC_SAVING = {("async_save.py copy_to_host", "to cpu, pinned, blocking")}
 
@@ -79,8 +78,8 @@ def play(argv: list[str]) -> tuple[Counter, list[str]]:
         gpu.part = "loop"
         return train_step(*arguments)
 
-    def save_and_wait(state, run, start, saver):
-        save(state, run, start, saver)
+    def save_and_wait(state, run, saver):
+        save(state, run, saver)
         saver.wait()  # fake tensors are not made for two threads
 
     names = ("evaluate", "print_sample")
@@ -134,22 +133,22 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
     starts = [(2, 2), (3, 1)] if "--checkpoint" in text else [(2, 2)]
     for max_steps, steps in starts:
         answers = gpus(ranks, play, [*argv, "--max_steps", str(max_steps)], timeout=200)
-        for rank, (crossings, refusals) in enumerate(answers):
+        for crossings, refusals in answers:
             assert not refusals
             in_loop = {
-                ("train.py __next__", "to cuda, pinned"): steps * accum,
-                ("log.py gather", "to cuda, pinned"): steps,
-                ("log.py gather", "to cpu, pinned"): steps,
+                ("train.py micro_batches", "to cuda, pinned"): steps * accum,
+                ("log.py row", "to cuda, pinned"): steps,
+                ("log.py row", "to cpu, pinned"): steps,
             }
-            if "--optim_metrics_interval" in text and rank == 0:
-                in_loop["optim.py rows", ASKS] = mock.ANY
+            if "--optim_metrics_interval" in text:
+                in_loop["optim.py statistics", ASKS] = mock.ANY
             found = {tuple(what): n for (part, *what), n in crossings.items() if part == "loop"}
             assert found == in_loop
             assert {tuple(what) for part, *what in crossings if part != "loop"} <= allowed
 
 
-def attention_shapes(config: ModelConfig, prompt: int, n: int, tp: int) -> set[tuple[int, ...]]:
-    """Sample n tokens after a prompt on a GPU; return the shapes of attention's input."""
+def attention_shapes(config: ModelConfig, prompts: list[int], multiple: int) -> set[tuple]:
+    """Sample a token after prompts of these lengths; return the shapes of attention's input."""
     fake_cuda.install()
     fakes = fake_cuda.Fakes()
     shapes = set()
@@ -162,95 +161,49 @@ def attention_shapes(config: ModelConfig, prompt: int, n: int, tp: int) -> set[t
             model = Transformer(config)
         for block in model.blocks:
             block.attention.register_forward_pre_hook(see)
-        size = {"seq_len": config.seq_len, "vocab_size": config.vocab_size}
-        tokens = generate(model, [0] * prompt, n, Sampling(), **size, device="cuda", tp=tp)
-        assert len(list(tokens)) == n
+        size = {"seq_len": config.seq_len, "vocab_size": config.vocab_size, "multiple": multiple}
+        for n in prompts:
+            assert len(list(generate(model, [0] * n, 1, **size, device="cuda"))) == 1
     return shapes
 
 
 @pytest.mark.slow(proves="the shapes that a GPU's attention gets")
 @pytest.mark.parametrize(
-    "seq_len, tp, lengths",
+    "seq_len, multiple, lengths",
     [
-        (128, 1, [128]),  # tiny
-        (1024, 1, [256, 384, 512]),  # gpt2-124m
-        (1024, 3, [384, 768]),  # 128 is no multiple of tp
-        (70, 1, [128]),  # longer than the model's context
+        (128, 128, [128]),  # tiny
+        (1024, 128, [256, 384, 512]),  # gpt2-124m
+        (1024, 384, [384, 768]),  # with --tp 3
+        (70, 128, [128]),  # longer than the model's context
     ],
 )
-def test_a_sample_needs_few_plans_of_attention(gpus, seq_len, tp, lengths):
+def test_a_sample_needs_few_plans_of_attention(gpus, seq_len, multiple, lengths):
     """Each new shape costs cuDNN about half a second."""
     config = dataclasses.replace(SIZES["tiny"], seq_len=seq_len)
-    (shapes,) = gpus(1, attention_shapes, config, seq_len // 4, 256, tp)
+    prompts = [seq_len // 4 + n for n in (0, 1, 127, 128, 129, 255)]  # of a sample of 256 tokens
+    (shapes,) = gpus(1, attention_shapes, config, prompts, multiple)
     assert shapes == {(1, length, 128) for length in lengths}
 
 
-def nccl_variables(before: dict[str, str]) -> dict[str, str]:
-    """Start on a GPU with these variables; return those of NCCL's error handling."""
+def groups_on_gpus(shape: tuple[int, int, int]) -> tuple[str, list[tuple[list[int], float]]]:
+    """Return this rank's device, and the members and the timeout of its group on each axis."""
     fake_cuda.install()
-    with mock.patch.dict(os.environ, before):
-        dist.start("cuda")
-        return {name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}
-
-
-DUMP, RESTARTS = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCHELASTIC_MAX_RESTARTS"
-
-
-@pytest.mark.slow(proves="the environment that NCCL gets")
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ({}, {}),
-        ({RESTARTS: "0"}, {}),
-        ({RESTARTS: "1"}, {DUMP: "0"}),
-        ({RESTARTS: "3", DUMP: "1"}, {DUMP: "1"}),
-    ],
-)
-def test_nccl_keeps_the_error_handling_of_torch_and_the_user(gpus, before, after):
-    """Except that no request to dump may be left in the store of torchrun, which may restart."""
-    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    assert gpus(1, nccl_variables, before) == [after]
-    assert gpus(1, nccl_variables, before | own) == [after | own]
-
-
-def order_on_gpus() -> list[str]:
-    fake_cuda.install()
-    fakes = fake_cuda.Fakes()
-    with fakes, fake_cuda.Gpu(fakes):
-        return order_of_forward("cuda")
-
-
-@pytest.mark.slow(proves="FSDP's prefetch on a device")
-def test_a_gpu_holds_the_weights_of_one_unit_in_forward(gpus):
-    """The host runs ahead, so the GPU gathers the next unit while it computes."""
-    assert gpus(2, order_on_gpus) == [3 * ["gather", "multiply"]] * 2
-
-
-def backend_on_gpus(device: str, backend: str | None) -> tuple[str, str]:
-    """Return the devices of the mesh and of this rank, and the backends of the process group."""
-    fake_cuda.install()
-    world = dist.start(device, backend=backend)
-    mesh = dist.make_mesh(world, (2, 2, 1))
+    world = dist.start("cuda", timedelta(seconds=77))
+    mesh = dist.make_mesh(world, shape)
+    assert torch.distributed.get_backend_config() == "cpu:gloo,cuda:nccl"
+    found = []
+    for group in mesh.get_all_groups():
+        # There is no public way to read a group's timeout.
+        timeout = group._get_backend(world.device).options._timeout
+        members = torch.distributed.get_process_group_ranks(group)
+        found.append((members, timeout.total_seconds()))
     dist.on_all_ranks(int)  # no rank exits while another one is still connecting
-    return f"{mesh.device_type} {world.device}", torch.distributed.get_backend_config()
-
-
-@pytest.mark.slow(proves="more ranks than devices")
-def test_ranks_can_share_a_gpu_through_gloo(gpus):
-    shared = gpus(4, backend_on_gpus, "cuda:0", "gloo")
-    assert shared == [("cuda cuda:0", "cpu:gloo,cuda:gloo")] * 4
-    own = gpus(4, backend_on_gpus, "cuda", None)
-    assert own == [(f"cuda cuda:{rank}", "cpu:gloo,cuda:nccl") for rank in range(4)]
-
-
-def place_on_gpus(shape: tuple[int, int, int]) -> tuple[int, list[tuple]]:
-    fake_cuda.install()
-    return place_on_mesh(shape, "cuda")
+    return str(world.device), found
 
 
 @pytest.mark.slow(proves="the options of NCCL's groups")
-def test_make_mesh_sets_name_and_timeout_of_nccl_groups(gpus):
-    for rank, (_, groups) in enumerate(gpus(4, place_on_gpus, (2, 2, 1))):
+def test_make_mesh_sets_the_timeout_of_nccl_groups(gpus):
+    for rank, (device, groups) in enumerate(gpus(4, groups_on_gpus, (2, 2, 1))):
         replicas, shards = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        ranks_of = {"dp_replicate": replicas, "dp_shard": shards, "tp": [rank]}
-        assert groups == [(ranks, 77, name) for name, ranks in ranks_of.items()]
+        assert device == f"cuda:{rank}"
+        assert groups == [(replicas, 77), (shards, 77), ([rank], 77)]

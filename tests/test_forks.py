@@ -22,7 +22,7 @@ def git(*arguments, folder: Path, check: bool = True) -> bool:
 
 
 def test_every_patch_applies():
-    for patch in [*PATCHES, *sorted(ROOT.glob("docs/bugs/*.patch"))]:
+    for patch in PATCHES:
         assert git("apply", "--check", patch, folder=ROOT, check=False), patch.name
 
 
@@ -37,17 +37,8 @@ def test_any_two_forks_compose(tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / file, tmp_path / file)
     git("add", "--all", folder=tmp_path)
-    git(
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@b",
-        "commit",
-        "--quiet",
-        "-m",
-        "all",
-        folder=tmp_path,
-    )
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    git(*author, "commit", "--quiet", "-m", "all", folder=tmp_path)
     for one, other in itertools.permutations(PATCHES, 2):
         git("apply", "--index", one, folder=tmp_path)
         composes = git("apply", "--3way", other, folder=tmp_path, check=False)
@@ -64,14 +55,17 @@ def git_path(folder: Path, name: str) -> Path:
 # Each fork on two ranks, in a copy of the repository
 
 
-PAGE = (ROOT / "docs/forking.md").read_text()
-# name -> (file, kind, code), as docs/forking.md shows them
+# name -> (file, kind, code), as docs/forking.md and README.md show them
 SNIPPETS = {
     name: (file, kind, code)
     for kind, name, file, code in re.findall(
-        r"^```(\w+)\n(?:#|@@) (\S+): (?:in|at the end of) (\S+)\n(.*?)^```", PAGE, re.M | re.S
+        r"^```(\w+)\n(?:#|@@) (\S+): (?:in|at the end of) (\S+)\n(.*?)^```",
+        (ROOT / "docs/forking.md").read_text(),
+        re.M | re.S,
     )
 }
+(HALVE,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+SNIPPETS["halve"] = ("optim.py", "python", HALVE)
 
 
 def insert(name: str, code: Path) -> None:
@@ -85,6 +79,14 @@ def insert(name: str, code: Path) -> None:
     else:
         source += f"\n\n{text}"
     (code / file).write_text(source)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_fits_into_its_file(name, tmp_path):
+    file, _, _ = SNIPPETS[name]
+    shutil.copy(ROOT / file, tmp_path)
+    insert(name, tmp_path)
+    compile((tmp_path / file).read_text(), file, "exec")
 
 
 class Fork:
@@ -155,7 +157,7 @@ TRAINED = {
     "chat": "",
     "wsd-sqrt": "--schedule wsd-sqrt",
     "share": "--clip share --max_grad_norm 0.1",
-    "noise": "--clip noise",
+    "halve": "--clip halve",
     "window": "--seq_len 32",
     "gelu": "",
 }
@@ -191,15 +193,6 @@ def test_each_gradient_is_clipped_to_its_share__share(fork):
     norm = first["embed.weight"]["exp_avg_norm"]
     assert first["embed.weight"]["clipped"] == 1
     assert norm == pytest.approx(0.1 * 0.1 * (320 * 32 / parameters) ** 0.5, rel=1e-3)
-
-
-@REAL_RUNS
-def test_an_export_names_the_activation__gelu(fork):
-    run = fork.train(1, "--max_steps 1", "run")
-    fork.python("-m", "tools.hf", "export", run, fork.folder / "hf")
-    config = json.loads((fork.folder / "hf/config.json").read_text())
-    assert config["hidden_act"] == "gelu"
-    fork.python("-m", "tools.hf", "import", fork.folder / "hf", fork.folder / "again")
 
 
 @REAL_RUNS

@@ -118,10 +118,11 @@ FAULTS = {  # a change of the code, a draw, and what is reported
     "a mesh saves another weight": (
         (
             "checkpoint.py",
-            "    chunks = chunks_to_write(state) if chunks is None else chunks\n",
-            "    chunks = chunks_to_write(state) if chunks is None else chunks\n"
-            "    if torch.distributed.get_world_size() > 1 and 'model.norm.weight' in chunks:\n"
-            "        chunks['model.norm.weight'] = 1.001 * chunks['model.norm.weight']\n",
+            "            boxes[cut_of(tensor)] =",
+            "            size = torch.distributed.get_world_size()\n"
+            "            if size > 1 and name == 'model.norm.weight':\n"
+            "                values = 1.001 * values\n"
+            "            boxes[cut_of(tensor)] =",
         ),
         "mesh=ddp-2-1-1",
         ["one rank's weights 0.001 "],

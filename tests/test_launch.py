@@ -1,106 +1,58 @@
-"""From torchrun's variables to a process group; starts by other launchers are refused."""
+"""How a process becomes a rank, how a command ends, and what torchrun reports of it."""
 
-import multiprocessing
 import os
-import signal
-import time
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import flags, free_port, is_running, listen, wait_until
-from conftest import variables as variables_of_a_rank
+from conftest import flags, free_port, listen, variables
 
 import dist
-import train
-from tools import check
-
-FORK = multiprocessing.get_context("fork")
+import errors
 
 # --------------------------------------------------------------------------------------------------
-# Launchers
+# Ranks
 
 
-def listen_with(variables: dict[str, str], argv: list[str], main=train.main) -> tuple:
+def listen_with(variables: dict[str, str], argv: list[str]) -> tuple:
     """Run a command without torchrun, in an environment with these variables."""
-    ours = {name: value for name, value in os.environ.items() if "TORCHELASTIC" not in name}
-    with mock.patch.dict(os.environ, {**ours, "WORLD_SIZE": "1", **variables}, clear=True):
-        return listen(argv, main)
+    with mock.patch.dict(os.environ, variables):
+        return listen(argv)
 
 
-@pytest.mark.parametrize("main", [train.main, check.main])
-def test_one_of_several_processes_without_torchrun_is_refused(pool, tmp_path, main):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
+@pytest.mark.parametrize("number, status", [("8", 2), ("1", 0)])
+def test_one_of_several_processes_without_torchrun_is_refused(
+    pool, tokens, tmp_path, name, number, status
+):
     """Otherwise `srun -n 8 python train.py` would become eight runs of one process."""
-    argv = [f"--out={tmp_path}/run"]
-    for name in dist.NUMBERS_OF_PROCESSES:
-        ((status, out, err),) = pool(1, listen_with, {name: "8"}, argv, main)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert f"error: {name} is 8, but torchrun did not start this process: " in err
-        assert "torchrun --nnodes $SLURM_NNODES" in err and "--rdzv-id $SLURM_JOB_ID" in err
-    assert not (tmp_path / "run").exists()
-
-
-def test_one_process_of_any_launcher_trains(pool, tokens, tmp_path):
     argv = flags(f"--data {tokens} --out {tmp_path}/run --max_steps 1")
-    variables = dict.fromkeys(dist.NUMBERS_OF_PROCESSES, "1") | {"RANK": "0"}
-    ((status, _, err),) = pool(1, listen_with, variables, argv)
-    assert (status, err) == (0, "")
+    ((found, _, err),) = pool(1, listen_with, {name: number}, argv)
+    assert (found, err.count("\n")) == (status, 1 if status else 0)
+    assert (tmp_path / "run").exists() == (status == 0)
 
 
-# --------------------------------------------------------------------------------------------------
-# This process
-
-
-def test_each_rank_gets_its_own_gpu(monkeypatch):
-    def see_gpus(count: int) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-    see_gpus(8)
-    for name in ("auto", "cuda"):
-        assert dist.find_device(name, local_rank=3, local_size=8) == torch.device("cuda", 3)
-    assert dist.find_device("cpu", local_rank=3, local_size=8) == torch.device("cpu")
-    assert dist.find_device("cuda:0", local_rank=3, local_size=8) == torch.device("cuda", 0)
-    see_gpus(4)
-    with pytest.raises(dist.MeshError, match="8 processes .* 4 GPUs: use --nproc_per_node 4"):
-        dist.find_device("auto", local_rank=0, local_size=8)
-    see_gpus(0)
-    assert dist.find_device("auto", local_rank=3, local_size=8) == torch.device("cpu")
-    with pytest.raises(dist.MeshError, match="finds no CUDA device here; use --device cpu"):
-        dist.find_device("cuda", local_rank=0, local_size=1)
-
-
-def wait_for_the_end(folder: Path) -> None:
-    dist.prepare_process(torch.device("cpu"))
-    (folder / str(os.getpid())).touch()
-    time.sleep(1000)
-
-
-def launch_two(folder: Path) -> None:
-    """Start a rank as torchrun does, and another process as a shell does; then die."""
-    for environment in ({"TORCHELASTIC_RUN_ID": "1"}, {}):
-        with mock.patch.dict(os.environ, environment):
-            FORK.Process(target=wait_for_the_end, args=[folder]).start()
-    wait_until(lambda: len(list(folder.iterdir())) == 2, 20)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_ranks_end_with_torchrun_but_outlive_a_shell(tmp_path):
-    launcher = FORK.Process(target=launch_two, args=[tmp_path])
-    launcher.start()
-    launcher.join()
-    rank, other = sorted(int(path.name) for path in tmp_path.iterdir())
-    try:
-        wait_until(lambda: not is_running(rank), 10)
-        assert is_running(other)
-    finally:
-        for pid in filter(is_running, (rank, other)):
-            os.kill(pid, signal.SIGKILL)
-
-
-# --------------------------------------------------------------------------------------------------
-# The rendezvous of the ranks
+@pytest.mark.parametrize(
+    "name, gpus, local_rank, device",
+    [
+        ("auto", 8, 3, "cuda:3"),
+        ("cuda", 8, 3, "cuda:3"),
+        ("cpu", 8, 3, "cpu"),
+        ("auto", 0, 3, "cpu"),
+        ("auto", 4, 4, None),
+        ("cuda", 0, 0, None),
+    ],
+)
+def test_each_rank_gets_its_own_gpu(monkeypatch, name, gpus, local_rank, device):
+    """A rank without one is refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if device:
+        assert dist.find_device(name) == torch.device(device)
+    else:
+        with pytest.raises(dist.MeshError):
+            dist.find_device(name)
 
 
 def join_twice(variables: dict[str, str]) -> None:
@@ -108,12 +60,54 @@ def join_twice(variables: dict[str, str]) -> None:
     os.environ |= variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
     port = int(variables["MASTER_PORT"])
     server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True)  # noqa: F841
-    dist.find_store(timedelta(seconds=5)).set("address", "of the first")
-    assert dist.find_store(timedelta(seconds=5)).check(["address"])
+
+    def find_store() -> torch.distributed.Store:
+        store, rank, size = dist.find_ranks(timedelta(seconds=5))
+        assert (rank, size) == (0, 2)
+        return store
+
+    find_store().set("address", "of the first")
+    assert find_store().check(["address"])
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    assert not dist.find_store(timedelta(seconds=5)).check(["address"])
+    assert not find_store().check(["address"])
 
 
 def test_ranks_that_torchrun_restarts_do_not_read_the_addresses_of_dead_ones(pool):
-    variables = variables_of_a_rank(0, 2, free_port()) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    pool(1, join_twice, variables)
+    pool(1, join_twice, variables(0, 2, free_port()) | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+
+# --------------------------------------------------------------------------------------------------
+# Ends
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (errors.UsageError("--lr is too high"), 2),
+        (dist.RankError("rank 1: no memory is left", 1), 1),
+        (OSError(28, "No space left"), 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
+        (ModuleNotFoundError("No module named 'wandb'", name="wandb"), 1),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("a bug"), None),
+    ],
+)
+def test_an_expected_error_gives_one_line_and_a_status(capsys, error, status):
+    """An unexpected one is raised. Ctrl-C prints nothing."""
+
+    def fail() -> None:
+        raise error
+
+    if status is None:
+        with pytest.raises(type(error)):
+            errors.execute("prog", fail)
+        return
+    assert errors.execute("prog", fail) == status
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 0 if status == 130 else 1)
+    assert err == "" or (err.startswith("prog: error: ") and str(error) in err)
+
+
+@pytest.mark.parametrize("result, status", [(None, 0), (75, 75)])
+def test_execute_returns_the_status_of_the_command(result, status):
+    assert errors.execute("prog", lambda: result) == status

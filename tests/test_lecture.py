@@ -197,6 +197,11 @@ def test_a_bug_changes_the_function_of_its_mark(bug, tmp_path):
     assert game.missing(name, bug.place, before) == game.missing(bug.place, bug.place, before) == ""
 
 
+def test_every_bug_applies():
+    for patch in sorted(ROOT.glob("docs/bugs/*.patch")):
+        subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+
+
 def test_the_code_that_the_lecture_shows_exists():
     for block in LECTURE_BLOCKS:
         if block.kind == "code":

@@ -1,12 +1,10 @@
 """Rows of the log: their contents, and how they are written to disk."""
 
-import dataclasses
-import math
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +12,31 @@ from conftest import build_run, rows, train_step
 
 import dist
 import log as logs
-import train
-from config import Config
-from log import Appender, Diverged, Log
+from errors import UsageError
+from log import Log, has_evaluation, read_rows
 from model import ModelConfig, meta_model
 
 
-def make_log(out, step: int = 0, **options) -> Log:
-    run = Config(max_steps=100, max_skipped=3, peak_tflops=1.0)
-    options |= {"flops_per_token": 2e6, "step": step, "tokens": 1000 * step}
-    return Log(out, run, torch.device("cpu"), **options)
+def make_log(out: Path, step: int = 0) -> Log:
+    run = SimpleNamespace(out=str(out), max_steps=100, max_skipped=3, tokens_per_step=1000)
+    run.peak_tflops, run.optim_metrics_interval = 1.0, 1
+    return Log(run, torch.device("cpu"), flops_per_token=2_000_000, step=step)
 
 
-def log_step(log: Log, step: int, loss: float = 2.5, **changes: float) -> None:
-    values = {"grad_norm": 2.0, "clipped": 1, "skipped_steps": 5, "skipped_in_a_row": 0, "lr": 0.1}
-    log.row(step, 1000 * step, mean={"loss": torch.tensor(loss)}, equal=values | changes)
+def columns(**changes: float) -> dict[str, torch.Tensor]:
+    values = {"loss": 2.5, "grad_norm": 2.0, "skipped_in_a_row": 0} | changes
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def log_step(log: Log, step: int) -> None:
+    log.row(step, 1000 * step, 0.1, columns(), data_wait=0.0)
+    log.flush()
+
+
+@pytest.fixture
+def log(tmp_path, one_rank):
+    """log(step=0): a log of one process."""
+    return lambda **options: make_log(tmp_path, **options)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -36,13 +44,7 @@ def test_host_memory_is_in_bytes():
     """The peak is about this process's memory or more, and less than a terabyte."""
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = resident_pages * os.sysconf("SC_PAGE_SIZE")
-    assert 0.9 * resident <= logs.peak_memory(torch.device("cpu"))["peak_host_memory"] < 1e12
-
-
-@pytest.fixture
-def log(tmp_path, one_rank):
-    """log(step=0): a log of one process."""
-    return lambda **settings: make_log(tmp_path, **settings)
+    assert 0.9 * resident <= logs.peak_memory()[1] < 1e12
 
 
 def test_step_times_do_not_depend_on_the_log_interval(log, tmp_path):
@@ -57,7 +59,6 @@ def test_step_times_do_not_depend_on_the_log_interval(log, tmp_path):
     assert row["tokens_per_second_per_device"] == row["tokens_per_second"]
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 2e6 / 1e12)
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 2.0, 0.1)
-    assert (row["clipped"], row["skipped_steps"]) == (1, 5)
     with the_log.pause():
         time.sleep(0.5)
     time.sleep(0.02)
@@ -65,30 +66,26 @@ def test_step_times_do_not_depend_on_the_log_interval(log, tmp_path):
     assert 0.01 <= rows(tmp_path)[-1]["step_time"] < 0.2
 
 
-def rows_of_a_rank(out) -> tuple[float, int]:
-    """Log two rows; return the last loss and the peak of host memory. Rank 1 needs 300 MB more."""
+def rows_of_a_rank(out: Path) -> int:
+    """Log two rows; return the peak of host memory. Rank 1 needs 300 MB more."""
     rank = dist.start("cpu").rank
     held = torch.ones(75_000_000 * rank)  # noqa: F841
     the_log = make_log(out)
     for step, loss in ((1, 2.0), (2, 5.0)):
-        mean = {"loss": torch.tensor(loss + rank), "count": torch.tensor([0, 4, 1][rank])}
-        values = {"clipped": 1, "skipped_steps": 5, "skipped_in_a_row": 0, "lr": 0.1}
-        equal = values | {"grad_norm": 3.0 + rank, "last_rank": torch.tensor(rank)}
-        the_log.row(step, 1000 * step, mean, equal, spread={"data_wait": 10.0 * (1 + rank)})
-    return the_log.last_row["loss"], logs.peak_memory(torch.device("cpu"))["peak_host_memory"]
+        values = columns(loss=loss + rank, count=[0, 4, 1][rank])
+        the_log.row(step, 1000 * step, 0.1, values, data_wait=10.0 * (1 + rank))
+    the_log.flush()
+    assert the_log.last_row["loss"] == 6.0
+    return logs.peak_memory()[1]
 
 
 def test_a_row_reduces_its_values_over_all_ranks(pool, tmp_path):
-    answers = pool(3, rows_of_a_rank, tmp_path)
-    assert [loss for loss, _ in answers] == [6.0] * 3
+    peaks = pool(3, rows_of_a_rank, tmp_path)
     row, _ = rows(tmp_path)
-    found = [row[name] for name in ("loss", "count", "grad_norm", "last_rank", "lr")]
-    assert found == [3.0, 5 / 3, 5.0, 2, 0.1]  # lr is exact: a mean of three may be rounded
-    kinds = [type(row[name]) for name in ("count", "grad_norm", "last_rank", "clipped")]
-    assert kinds == [float, float, int, int]
+    assert [row[name] for name in ("loss", "count", "lr")] == [3.0, pytest.approx(5 / 3), 0.1]
     assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
-    peaks = [peak for _, peak in answers]
     assert row["peak_host_memory"] == pytest.approx(max(peaks), rel=0.02)
+    assert row["peak_host_memory_min"] == pytest.approx(min(peaks), rel=0.02)
     assert max(peaks) > min(peaks) + 2e8
 
 
@@ -109,7 +106,10 @@ class LoggedLoss(torch.nn.Module):
 
 
 def log_of_modules(argv: list[str]) -> list[dict]:
-    """Two steps of a model with such a loss, and with two norms that leave 1.0 and 3.0."""
+    """Two steps of a model with such a loss, and with two norms that leave 1.0 and 3.0.
+
+    In a third step, a norm leaves a column that the log has already.
+    """
     built = build_run(argv)
     decoder = built.state.decoder
     decoder.head.loss = LoggedLoss(decoder.head.loss)
@@ -117,8 +117,11 @@ def log_of_modules(argv: list[str]) -> list[dict]:
         block.mlp_norm.logged = {"of_two": torch.tensor(value)}
     found = []
     for step in (1, 2):
-        columns, _ = train_step(built, step)
-        found.append({name: float(value) for name, value in columns["mean"].items()})
+        values, _ = train_step(built, step)
+        found.append({name: float(value) for name, value in values.items()})
+    decoder.norm.logged = {"step_time": torch.tensor(1.0)}
+    with pytest.raises(UsageError):
+        train_step(built, 3)
     return found
 
 
@@ -128,56 +131,8 @@ def test_modules_leave_columns_of_the_log(on_ranks):
     for first, second in on_ranks(2, log_of_modules, text):
         assert first["call"] == 1.5 and second["call"] == 3.5
         assert first["of_two"] == second["of_two"] == 2.0
-        for columns in (first, second):
-            assert columns["our_mean"] == pytest.approx(columns["loss"])
-
-
-def test_the_console_prints_a_line_for_each_row():
-    row = {"step": 4, "loss": 2.5, "grad_norm": 2.0, "lr": 0.1, "step_time": 0.5, "mfu": 0.004}
-    row |= {"tokens_per_second": 2000.0}
-    line = "  4%  loss 2.5000  grad_norm 2.000  lr 1.00e-01  500 ms  2,000 tok/s"
-    assert logs.console_line(row | {"mfu": None}, 100, None) == line
-    assert logs.console_line(row, 100, None) == f"{line}  mfu 0.4%"
-    assert logs.console_line(row, 100, 59.7) == f"{line}  mfu 0.4%  1m00s left"
-
-
-def test_the_console_estimates_the_time_left_from_the_second_row_on(log, capsys):
-    """The first step of a process may compile."""
-    the_log = log()
-    for step, ends in ((4, " tok/s"), (6, "s left")):
-        time.sleep(0.01)
-        log_step(the_log, step)
-        said = capsys.readouterr().out
-        assert said.startswith(f"step   {step}/100  ")
-        assert ("s left" in said) == (ends == "s left")
-
-
-def test_the_console_prints_how_long_a_save_took(log, capsys):
-    the_log = log()
-    row = {"event": "checkpoint", "step": 4, "path": "here", "bytes": 2_500_000, "seconds": 1.5}
-    the_log.checkpoints([row | {"blocking_seconds": waited} for waited in (1.5, 0.25)])
-    line = "step   4/100  saved here: 2.5 MB in 1.50 s"
-    assert capsys.readouterr().out == f"{line}\n{line}, of which training waited 0.25 s\n"
-
-
-def test_a_tracker_gets_training_rows_and_evaluations(log):
-    sent = []
-    the_log = log()
-    the_log.send = sent.append
-    the_log.mark = dataclasses.replace(the_log.mark, host_time=999.0)
-    log_step(the_log, 1)
-    the_log.evaluation(1, 4.0)
-    failed = {"step": 1, "event": "checkpoint_failed", "path": "here", "error": "full"}
-    the_log.checkpoints([failed])
-    the_log.end(1, "finished")
-    assert [row.get("loss") or row["val_loss"] for row in sent] == [2.5, 4.0]
-
-
-@pytest.mark.parametrize("loss, weight, finite", [(2.0, 1.0, True), (math.nan, 1.0, False)])
-def test_a_save_needs_a_finite_loss(one_rank, loss, weight, finite):
-    tensors = {"model": {"w": torch.full((2,), weight)}}
-    state = train.State(1, 0, None, None, None, tensors, torch.tensor(loss))
-    assert train.is_finite(state) == finite
+        for values in (first, second):
+            assert values["our_mean"] == pytest.approx(values["loss"])
 
 
 class LateEvent:
@@ -198,29 +153,26 @@ class LateEvent:
 def test_a_row_is_written_once_its_values_have_arrived(log, tmp_path):
     """Until a pause, the host does not wait for a device that lags behind."""
     the_log = log()
-    marks = [logs.Mark(step, 0, float(step), LateEvent()) for step in (0, 1, 4)]
 
-    def gather_late(mark: logs.Mark) -> LateEvent:
-        """As `row` does on a GPU: a row is on its way to the host."""
-        values = {"loss": 2.5, "grad_norm": 2.0, "lr": 0.1, "skipped_in_a_row": 0}
-        columns = {name: (max, False) for name in values}
-        numbers = torch.tensor([[*values.values()]], dtype=torch.float64)
-        begin, the_log.mark = the_log.mark, mark
-        the_log.pending = logs.Pending(begin, mark, columns, numbers)
-        return mark.event
+    def leave(step: int, steps: int) -> LateEvent:
+        """Leave a row on its way to the host, as `row` does on a GPU."""
+        names = [*columns(), *logs.SPREADS]
+        values = torch.zeros(1, len(names), dtype=torch.float64)
+        row = {"step": step, "tokens": 0, "lr": 0.1}
+        event = LateEvent()
+        the_log.pending = logs.Pending(row, names, values, steps, LateEvent(), event)
+        return event
 
-    the_log.mark = marks[0]
-    first = gather_late(marks[1])
+    first = leave(step=1, steps=1)
     the_log.write_arrived_row()
     assert not (tmp_path / "metrics.jsonl").exists()
     first.passed = True
     the_log.write_arrived_row()
     assert [row["step_time"] for row in rows(tmp_path)] == [0.5]
-    second = gather_late(marks[2])
+    second = leave(step=6, steps=5)
     with the_log.pause():
         assert second.passed
-        assert the_log.pending is None
-        assert len(rows(tmp_path)) == 2
+        assert [row["step_time"] for row in rows(tmp_path)] == [0.5, 0.1]
 
 
 def test_each_step_that_logs_evaluates_or_saves_writes_a_row(run):
@@ -231,92 +183,51 @@ def test_each_step_that_logs_evaluates_or_saves_writes_a_row(run):
     assert [row["step"] for row in rows(out)][8:] == [14, 15, 16, 17]
 
 
-def test_too_many_skipped_updates_in_a_row_end_the_run(log, tmp_path):
-    the_log = log()
-    log_step(the_log, 7, math.nan, skipped_in_a_row=2)
-    with pytest.raises(Diverged, match="3 updates in a row were skipped up to step 8"):
-        log_step(the_log, 8, math.nan, skipped_in_a_row=3)
-    # The last row is still written. JSON has no nan.
-    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(7, None), (8, None)]
+def test_mfu_is_the_share_of_the_peak_of_all_devices(run):
+    out = run(2, "--strategy ddp --max_steps 1 --peak_tflops 0.5")
+    ((start,), (row,)) = rows(out, "ranks"), rows(out)
+    config = ModelConfig.from_dict(start["model"])
+    flops = row["tokens_per_second"] * meta_model(config).flops_per_token()
+    assert row["mfu"] == pytest.approx(flops / (2 * 0.5e12))
+    assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
 
 
 # --------------------------------------------------------------------------------------------------
 # Files that only grow
 
-NOTES = [b'{"note": "lr looks high"}', b"12", b'{"event": "pause", "time": 12.5}']
-
 
 def test_a_start_makes_later_rows_void_and_removes_nothing(log, tmp_path):
-    """Lines that a user has added to the log stay in it as well."""
     file = tmp_path / "metrics.jsonl"
     the_log = log()
-    the_log.start({"host": "a"})
+    the_log.start({"ranks": 1})
     for step in (1, 2, 3):
         the_log.evaluation(step, 2.5)
-    with open(file, "ab") as added:
-        added.write(b"\n".join(NOTES))  # the last one without a newline
     before = file.read_bytes()
     again = log(step=2)
-    again.start({"host": "b"})
+    again.start({"ranks": 2})
+    assert [has_evaluation(tmp_path, step) for step in (1, 2, 3)] == [True, True, False]
     again.evaluation(3, 2.25)
-    assert file.read_bytes().startswith(before + b"\n")
-    read, torn = logs.read_all_rows(file)
-    assert torn == 0 and [row["step"] for row in read] == [0, 1, 2, 3, 2, 3]
-    found = [(row["step"], row["val_loss"]) for row in logs.read_log(file)]
-    assert found == [(1, 2.5), (2, 2.5), (3, 2.25)]
-    starts = logs.read_starts(tmp_path)
-    assert [(start["step"], start["host"]) for start in starts] == [(0, "a"), (2, "b")]
-
-
-def test_rows_of_parameters_become_void_with_their_steps(log, tmp_path):
-    for step, logged in ((0, (3, 4)), (3, (4,))):
-        the_log = log(step=step)
-        the_log.run = dataclasses.replace(the_log.run, optim_metrics_interval=1)
-        the_log.start({})
-        for number in logged:
-            the_log.parameters(number, [{"parameter": "w", "began": step}])
-    found = [(row["step"], row["began"]) for row in logs.read_log(tmp_path / "optim.jsonl")]
-    assert found == [(3, 0), (4, 3)]
+    assert has_evaluation(tmp_path, 3)
+    assert file.read_bytes().startswith(before)
+    assert [row["step"] for row in read_rows(file)] == [0, 1, 2, 3, 2, 3]
+    assert [(row["step"], row["val_loss"]) for row in rows(tmp_path, "val_loss")] == [
+        (1, 2.5),
+        (2, 2.5),
+        (3, 2.25),
+    ]
+    # The rows of parameters have the same starts.
+    assert [row["step"] for row in read_rows(tmp_path / "optim.jsonl")] == [0, 2]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b'{"step": 2, "loss": 3.25', b"\xff", b"{"])
-def test_a_torn_row_is_cut_before_the_next_one_is_written(tmp_path, torn):
+def test_a_torn_row_is_left_out_and_the_next_one_has_a_line_of_its_own(log, tmp_path, torn):
     """As kill -9 in the middle of a write leaves it."""
     file = tmp_path / "metrics.jsonl"
-    row = {"step": 1}
-    Appender(file).append([row])
+    the_log = log()
+    the_log.append(file.name, [{"step": 1}])
     with open(file, "ab") as opened:
         opened.write(torn)
-    assert logs.read_all_rows(file) == ([row], 1)
-    again = Appender(file)
+    assert read_rows(file) == [{"step": 1}]
     for step in (2, 3):
-        again.append([{"step": step}])
-    assert logs.read_all_rows(file) == ([{"step": 1}, {"step": 2}, {"step": 3}], 0)
-
-
-def test_rows_after_a_full_disk_begin_on_a_line_of_their_own(log, small_disk, capsys):
-    """Half of a row fits; then the other file is removed."""
-    the_log = log()
-    file, other = small_disk / "metrics.jsonl", small_disk / "other"
-    the_log.file = Appender(file)
-    the_log.evaluation(1, 4.0)
-    other.write_bytes(bytes(500_000))
-    with suppress(OSError), open(other, "ab", buffering=0) as filler:
-        while True:
-            filler.write(bytes(1 << 12))
-    for step in range(2, 200):  # more than the last block of the file has room for
-        the_log.evaluation(step, 3.0)
-    assert f"cannot write {file}: No space left on device" in capsys.readouterr().out
-    other.unlink()
-    the_log.evaluation(200, 2.0)
-    logged = [row["step"] for row in logs.read_log(file)]
-    assert logged == [*range(1, len(logged)), 200] and len(logged) > 1
-
-
-def test_mfu_is_the_share_of_the_peak_of_all_devices(run):
-    out = run(2, "--strategy ddp --max_steps 1 --peak_tflops 0.5")
-    config = ModelConfig(**logs.read_starts(out)[0]["model"])
-    (row,) = rows(out)
-    flops = row["tokens_per_second"] * meta_model(config).flops_per_token()
-    assert row["mfu"] == pytest.approx(flops / (2 * 0.5e12))
-    assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+        the_log.append(file.name, [{"step": step, "loss": float("nan")}])
+    assert read_rows(file) == [{"step": 1}, *({"step": step, "loss": None} for step in (2, 3))]

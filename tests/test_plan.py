@@ -10,9 +10,9 @@ import re
 import statistics
 
 import pytest
+import torch
 from conftest import ROOT, TINY, listen, resolve, rows
 
-from config import PEAK_TFLOPS
 from model import SIZES, meta_model
 from tools import plan
 from tools.planning import predict
@@ -44,7 +44,7 @@ def rehearsal(
 ) -> Rehearsal:
     """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
     text = f"{TINY} --peak_tflops 1 --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
-    run = resolve(f"{text} --grad_sync {grad_sync}", world_size=8, device_type="cuda")
+    run = resolve(f"{text} --grad_sync {grad_sync}", size=8, device=torch.device("cuda"))
     run = dataclasses.replace(
         run,
         grad_accum_steps=accum,
@@ -320,7 +320,7 @@ def test_the_published_rows_can_be_planned():
     sets = collections.Counter(row["set"] for row in PUBLISHED)
     assert sets == {"fitted": 12, "blind": 21}
     for device in predict.DEVICES.values():
-        assert device.kind == "cpu" or device.float32 or device.name in PEAK_TFLOPS
+        assert device.kind == "cpu" or device.float32 or device.peak
     for row in PUBLISHED[::6]:
         plan.parse(row["flags"].split())
         assert row["source"] and row["tokens_per_second_per_device"] > 0
@@ -386,7 +386,7 @@ def test_the_cluster_has_the_bandwidths_of_the_flags():
     request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} {bandwidths}".split())
     links = request.cluster.links
     assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert request.cluster.machine.local_size == 4
+    assert request.cluster.world.local_size == 4
 
 
 @pytest.mark.parametrize(
@@ -428,12 +428,12 @@ def test_what_was_measured_on_a_device_comes_before_the_assumptions(tmp_path):
 
 def test_the_vocabulary_is_read_from_the_data(tokens):
     request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} --data {tokens}".split())
-    assert request.data_facts.vocab_size == 257
-    assert plan.parse(ON_HOSTS_OF_4.split())[0].data_facts.vocab_size == 50257
+    assert request.source.vocab_size == 257
+    assert plan.parse(ON_HOSTS_OF_4.split())[0].source.vocab_size == 50257
     # A configuration can be planned without its data.
     argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
     request, _, _ = plan.parse(argv)
-    assert request.data_facts.vocab_size == SIZES["olmo-1b"].vocab_size
+    assert request.source.vocab_size == SIZES["olmo-1b"].vocab_size
 
 
 def test_a_plan_of_a_run_shows_what_was_measured(run, pool):

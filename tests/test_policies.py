@@ -20,7 +20,6 @@ from tools.planning.rehearse import rehearse
 # Communication, counted and compared with formulas
 
 A = 2  # grad_accum_steps
-WORLD_REDUCE = ("all_reduce", "world")
 OPTIMIZER = Traffic(1, 4 * 20)  # float32: the squared norms of 20 parameters
 
 
@@ -58,7 +57,7 @@ def test_the_bytes_of_muon_match_the_formula(traffic):
     for step in traffic(2, "--strategy fsdp --dtype bfloat16 --optimizer muon"):
         matrices = 2 * (step.block - 2 * 32)  # bytes of a block's matrices
         assert step.counts["all_to_all", "dp_shard"] == Traffic(2 * 7, 2 * matrices)
-        assert step.counts[WORLD_REDUCE] == OPTIMIZER
+        assert step.counts["all_reduce", "dp_shard"] == OPTIMIZER  # an axis of all ranks
 
 
 @pytest.mark.parametrize(
@@ -88,12 +87,17 @@ def test_the_bytes_of_tensor_parallelism_match_the_formula(
         scatters = n * (2 * (4 + scatters_again) + 2)
         dealt = step.counts.pop(("all_to_all", "tp"), None)
         counts = {axis_kind: count for axis_kind, count in step.counts.items() if "tp" in axis_kind}
+        reduces = Traffic(n * 3 + 5, n * 3 * 4 * 2 * 16 + 5 * 4 * 32)
+        if strategy == "single":  # tp is an axis of all ranks
+            reduces.calls += OPTIMIZER.calls
+            reduces.bytes += OPTIMIZER.bytes
+        else:
+            assert step.counts["all_reduce", "world"] == OPTIMIZER
         assert counts == {
             ("all_gather", "tp"): gathers,
             ("reduce_scatter", "tp"): Traffic(scatters, scatters * tensor_bytes),
-            ("all_reduce", "tp"): Traffic(n * 3 + 5, n * 3 * 4 * 2 * 16 + 5 * 4 * 32),
+            ("all_reduce", "tp"): reduces,
         }
-        assert step.counts[WORLD_REDUCE] == OPTIMIZER
         if optimizer == "muon":
             # Matrices are dealt largest first. Rank 0 gets four of the 14 and returns the results.
             matrices = 2 * (2 * 64 * 32 + 32 * 32 + 16 * 32)
@@ -114,7 +118,7 @@ def activations_of(mode: str) -> tuple[int, float, float]:
     )
     net = build_model(config)
     if mode != "none":
-        dist.checkpoint_activations(net.blocks, mode, config)
+        dist.checkpoint_activations(net.blocks, mode)
     tokens = torch.arange(4 * 128).view(4, 128) % 512
     with profile(profile_memory=True) as profiler:
         loss = net(tokens, tokens)
@@ -144,8 +148,8 @@ def numbers_and_graphs(argv: list[str]) -> tuple[list[list[float]], list[int]]:
     numbers = []
     for step in range(1, 5):
         columns, _ = train_step(run, step)
-        equal = columns["equal"]
-        numbers.append([float(columns["mean"]["loss"]), float(equal["grad_norm"]), equal["lr"]])
+        lr = optim.learning_rate(step, run.run)
+        numbers.append([float(columns["loss"]), float(columns["grad_norm"]), lr])
     graphs = [compiled["total"]]
     for _ in range(2):
         numbers.append([train.evaluate(run.state, run.start.val_batches)])
@@ -161,20 +165,18 @@ COMPILED += " --sample_tokens 3"
 
 @pytest.mark.slow(proves="the compiler, on every strategy")
 @pytest.mark.parametrize(
-    "ranks, graphs, policy",
+    "ranks, policy",
     [
-        # One graph for the full model
-        (1, 1, ""),
-        (1, 1, "--activation_checkpointing selective"),
-        # Two: one that all blocks share, and one for the loss
-        (1, 2, "--activation_checkpointing full --loss_chunks 2"),
-        (1, 2, "--activation_checkpointing selective --loss_chunks 2"),
-        (1, 2, "--n_layer 5"),
-        (2, 2, "--strategy ddp"),
-        (2, 2, "--strategy fsdp"),
+        (1, ""),
+        (1, "--activation_checkpointing selective"),
+        (1, "--activation_checkpointing full --loss_chunks 2"),
+        (1, "--activation_checkpointing selective --loss_chunks 2"),
+        (1, "--n_layer 5"),
+        (2, "--strategy ddp"),
+        (2, "--strategy fsdp"),
     ],
 )
-def test_compiled_runs_match_eager_ones_and_need_few_graphs(on_ranks, ranks, graphs, policy):
+def test_compiled_runs_match_eager_ones_and_need_few_graphs(on_ranks, ranks, policy):
     text = f"{COMPILED} {policy}"
     ((eager, none),) = on_ranks(1, numbers_and_graphs, text, timeout=120)
     assert len({lr for _, _, lr in eager[:4]}) > 2
@@ -184,8 +186,10 @@ def test_compiled_runs_match_eager_ones_and_need_few_graphs(on_ranks, ranks, gra
             # Under ddp and fsdp the loss of a step differs between ranks; val_loss does not.
             shared = slice(None) if ranks == 1 else slice(-2, None)
             assert found[shared] == pytest.approx(expected[shared], rel=1e-5)
-        # As many for evaluation as for training. The last, smaller batch and the sample add none.
-        assert counts == [graphs, 2 * graphs]
+        training, all_graphs = counts
+        assert training == 2  # one that all blocks share, and one for the loss
+        # As many for evaluation, as many for its last, smaller batch, and a block's for the sample
+        assert all_graphs <= 7
 
 
 @pytest.mark.slow(proves="the compiler, with tensor parallelism")
@@ -261,18 +265,18 @@ def kept_by_compiled_blocks(argv: list[str]) -> int:
 
 def kept_uncompiled(text: str, ranks: int) -> int:
     """Bytes of activations at the peak of a rehearsed step."""
-    return rehearse(resolve(text, world_size=ranks)).memory["activations"]
+    return rehearse(resolve(text, size=ranks)).memory["activations"]
 
 
 @pytest.mark.slow(proves="the compiler, with recomputation")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_selective_recomputation_keeps_the_same_bytes(pool, on_ranks, ranks):
-    """A sixth layer adds equal bytes, compiled or not. With over 4 layers, blocks are compiled."""
+    """A third layer adds equal bytes, compiled or not."""
     kept = []
-    for n_layer in (5, 6):
+    for n_layer in (2, 3):
         text = f"{BLOCKS} --tp {ranks} --n_layer {n_layer} --activation_checkpointing selective"
         text += " --n_kv_head 4 --seq_len 32 --global_batch_size 2"
         compiled = on_ranks(ranks, kept_by_compiled_blocks, f"{text} --compile", timeout=120)
         kept.append([*compiled, *pool(1, kept_uncompiled, text, ranks)])
-    five, six = kept
-    assert len({more - fewer for fewer, more in zip(five, six)}) == 1, kept
+    two, three = kept
+    assert len({more - fewer for fewer, more in zip(two, three)}) == 1, kept

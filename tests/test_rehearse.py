@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FACTS, build_run, resolve, train_step
+from conftest import SOURCE, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
 import optim
@@ -93,10 +93,9 @@ def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
 
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     found = []
+    source = dataclasses.replace(SOURCE, vocab_size=50257)
     for text in texts:
-        facts = dataclasses.replace(FACTS, vocab_size=50257)
-        gpus = {"local_size": 8, "device_type": "cuda"}
-        run = resolve(text, facts=facts, world_size=512, **gpus)
+        run = resolve(text, source, size=512, local_size=8, device=torch.device("cuda"))
         found.append(rehearse(run, rank=77))
         assert not torch.distributed.is_initialized()
     return found
@@ -156,8 +155,8 @@ def test_full_checkpointing_trades_flops_for_memory(on_512_gpus):
 def test_selective_checkpointing_keeps_what_only_this_rank_has(on_512_gpus):
     """For each block and token it keeps no part of a sum over tp, and nothing that is gathered."""
     *_, two, three = on_512_gpus
-    # The inputs of block and MLP; q, k, v and attention; gate and up
-    elements = 2 * 768 + 4 * 768 + 2 * 2048
+    # The inputs of block and MLP; q, k, v and attention; gate and up; the result of the MLP
+    elements = 2 * 768 + 4 * 768 + 2 * 2048 + 768
     # The attention kernel also keeps a float32 number for each of 12 heads.
     kept = three.memory["activations"] - two.memory["activations"]
     assert kept == 4 * 1024 * (2 * elements + 4 * 12) / 4
@@ -175,7 +174,7 @@ EXTENDED = [
 
 def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
     """Return a rehearsal extended from a few layers, and one of all layers."""
-    run = resolve(f"{LAYERS} {text}", world_size=8, local_size=4, device_type="cuda")
+    run = resolve(f"{LAYERS} {text}", size=8, local_size=4, device=torch.device("cuda"))
     found = rehearse(run, rank=3)
     with mock.patch.object(rehearsing, "REHEARSED_UNITS", 100):
         return found, rehearse(run, rank=3)

@@ -23,14 +23,12 @@ from conftest import (
 )
 
 import checkpoint
-import data
 import model
-from extras import mixture as mixtures
-from log import read_starts
 from tools import replay
+from tools.measuring.runs import read_starts
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
-SEQUENCE = re.compile(r"sequence (\d+), (\S+) at token (\d+): (.*)")
+SEQUENCE = re.compile(r"sequence (\d+): .*")
 KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
 
 
@@ -84,7 +82,7 @@ def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs):
     assert f"step 4 of {run}: 2 steps after {run}/checkpoints/step-00000002, about " in out
     loss, grad_norm = differences(out)
     assert loss < 1e-6 and grad_norm < 1e-5
-    found = re.findall(r"^  (\S+)% (\S+) sequence (\d+), ", out, re.M)
+    found = re.findall(r"^  (\S+)% (\S+) sequence (\d+): ", out, re.M)
     shares, losses, numbers = zip(*[map(float, line) for line in found])
     assert sorted(numbers) == list(range(24, 32)) and sum(shares) == pytest.approx(100, abs=0.5)
     assert sorted(losses, reverse=True) == list(losses)
@@ -98,7 +96,7 @@ def test_the_same_mesh_repeats_a_step_bit_by_bit(runs, pool):
     run = runs["fsdp --tp 2"]
     (status, out, _), *others = pool(4, call, [run, 4])
     assert status == 0 and differences(out) == [0, 0]
-    assert sorted(int(n) for n, *_ in SEQUENCE.findall(out)) == list(range(24, 32))
+    assert sorted(map(int, SEQUENCE.findall(out))) == list(range(24, 32))
     assert others == [(0, "", "")] * 3  # rank 0 prints
     ((status, _, err), _) = pool(2, call, [run, 4])
     assert status == 2 and "ran on 4 ranks after step 0, not on 2: start as many" in err
@@ -165,25 +163,7 @@ def test_the_last_start_that_trained_a_step_is_found():
 
 
 # --------------------------------------------------------------------------------------------------
-# Sequences and modules
-
-
-def test_sequences_of_a_mixture_are_printed_with_their_places(run, tokens, tmp_path):
-    shutil.copytree(tokens, tmp_path / "moved")
-    mixture = f"{tokens}:0.7,{tmp_path}/moved:0.3"
-    out = run(1, f"--max_steps 2 {KEPT} --data {mixture}")
-    said = SEQUENCE.findall(repeated(out, 2))
-    said.sort(key=lambda sequence: int(sequence[0]))  # they are printed by their loss
-    assert [int(n) for n, *_ in said] == list(range(8, 16))
-    assert {folder for _, folder, *_ in said} == {str(tokens), f"{tmp_path}/moved"}
-    folders = mixtures.open_mixture(mixture)
-    batch = folders.open("train", 16, 0)[list(range(8, 16))]
-    for (_, folder, start, text), sequence in zip(said, batch):
-        start = int(start)
-        window = data.open_folder(Path(folder)).tokens("train")[start : start + 17]
-        assert window.tolist() == sequence.tolist()
-        shown = bytes(token for token in window if token < 256).decode()
-        assert text == repr(shown) or 256 in window
+# Modules
 
 
 class InfiniteGradient(torch.autograd.Function):
@@ -263,7 +243,7 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
         (["7"], "ends with step 6: give a step up to that"),
         (["0"], "0 must be at least 1"),
         (["6", "--data", "OTHER"], "OTHER has the fingerprint .*, and RUN was trained on .*--data"),
-        (["6", "--data", "nowhere"], "--data nowhere: no train.bin there"),
+        (["6", "--data", "nowhere"], "--data nowhere is not a token folder"),
     ],
 )
 def test_a_step_or_data_that_the_run_lacks_is_refused(single, tokens, arguments, problem):
@@ -281,7 +261,7 @@ def test_a_step_or_data_that_the_run_lacks_is_refused(single, tokens, arguments,
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     status, _, err = call([tmp_path, "1"])
-    assert status == 2 and "is not a run folder" in err
+    assert status == 2 and "is not the folder of a run" in err
 
 
 def test_a_run_of_other_code_is_refused(single):

@@ -1,20 +1,19 @@
 """Text <-> tokens, with tokenizers that need no network."""
 
 import json
-import math
 import os
 import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiktoken
 from tiktoken_ext import openai_public
 
 import data
 import prepare
-from extras.mixture import Mixture
 from text import encode, sources, tokenizer
 
 
@@ -41,6 +40,14 @@ def prepared(tmp_path: Path, texts: dict[str, str], **options) -> data.TokenFold
     return data.open_folder(tmp_path / "tokens")
 
 
+def ids_of(folder: data.TokenFolder, split: str) -> list[int]:
+    return np.fromfile(folder.path / f"{split}.bin", folder.dtype).tolist()
+
+
+def meta_of(folder: data.TokenFolder) -> dict:
+    return json.loads((folder.path / "meta.json").read_text())
+
+
 MERGES = [b"12", b"34", b"1234", b"aB", b" a", b" 1", b"\n\n", b".\n", b".\n/", b"  ", b"    "]
 MERGES += [b"\n ", b"th", b" th"]
 WORDS = ["th", " th", "aB", " aB", "\n\n", "\n", "  ", " ", ".\n", ".\n/", "1234"]
@@ -52,7 +59,7 @@ def test_text_in_chunks_has_the_same_tokens(tmp_path, monkeypatch):
     expected = small_gpt2(monkeypatch, MERGES).encode_ordinary(text)
     folder = prepared(tmp_path, {"a": text}, name="gpt2")
     assert folder.tokenizer == "gpt2"
-    tokens = [*folder.tokens("train"), *folder.tokens("val")]
+    tokens = ids_of(folder, "train") + ids_of(folder, "val")
     assert tokens[:-1] == expected == tokenizer.encode("gpt2", text)
     assert "".join(tokenizer.decode("gpt2", expected)) == text
 
@@ -80,15 +87,6 @@ def test_text_without_a_tokenizer_is_token_ids():
     assert "".join(tokenizer.decode(None, tokenizer.encode(None, "3 4"))) == "3 4 "
     with pytest.raises(tokenizer.TokenizerError, match="write the prompt as token ids"):
         tokenizer.encode(None, "three")
-
-
-def test_bits_per_byte_of_a_mixture_use_its_shares():
-    """With 2 and 4 bytes per token, a quarter and three quarters: 3.5."""
-    parts = [SimpleNamespace(bytes_per_token=size, seed=None) for size in (2.0, 4.0)]
-    mixture = Mixture(parts, [250, 750])
-    assert mixture.bytes_per_token == 3.5
-    parts[0].bytes_per_token = math.nan  # unknown: its meta.json lacks val_bytes
-    assert math.isnan(mixture.bytes_per_token)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def test_documents_read_in_chunks_get_the_tokens_of_the_package(tokenizers, tmp_
     expected = [reference.encode(text, add_special_tokens=False).ids + [end] for text in documents]
     found = []
     for split in ("train", "val"):
-        ids = tokens.tokens(split).tolist()
+        ids = ids_of(tokens, split)
         while ids:
             length = ids.index(end) + 1
             found.append(ids[:length])
@@ -238,11 +236,11 @@ def test_val_bytes_count_the_original_text(request, tmp_path, kind, letters, siz
     documents = [letter * 100 for letter in letters]
     options = {"name": name, "val_fraction": 0.5}
     folder = prepared(tmp_path / "six", {"a": "<|endoftext|>".join(documents)}, **options)
-    assert len(folder.tokens("train"))
-    count = folder.tokens("val").tolist().count(tokenizer.load_encoding(name).eot_token)
-    assert folder.val_bytes == size * count > 0
+    assert ids_of(folder, "train")
+    count = ids_of(folder, "val").count(tokenizer.load_encoding(name).eot_token)
+    assert meta_of(folder)["val_bytes"] == size * count > 0
     folder = prepared(tmp_path / "one", {"a": documents[0]}, **options)  # validation gets the tail
-    assert folder.val_bytes == size * len(folder.tokens("val")) // tokens
+    assert meta_of(folder)["val_bytes"] == size * len(ids_of(folder, "val")) // tokens
 
 
 def test_a_tokenizer_json_is_copied_into_the_folder(tokenizers, tmp_path):
@@ -250,8 +248,8 @@ def test_a_tokenizer_json_is_copied_into_the_folder(tokenizers, tmp_path):
     folder = prepared(tmp_path, {"a": "the thé" * 50}, name=name)
     spec = json.loads(Path(name).read_text())
     n = len(spec["model"]["vocab"])
-    assert (folder.tokenizer_name, folder.vocab_size) == ("tokenizer.json", n)
-    *tokens, end = [*folder.tokens("train").tolist(), *folder.tokens("val").tolist()]
+    assert (Path(folder.tokenizer).name, folder.vocab_size) == ("tokenizer.json", n)
+    *tokens, end = ids_of(folder, "train") + ids_of(folder, "val")
     assert end == spec["model"]["vocab"]["</s>"]
     assert "".join(tokenizer.decode(folder.tokenizer, tokens)) == "the thé" * 50
     # <|endoftext|> is preferred to </s>, whatever their order in the file.
@@ -301,11 +299,11 @@ def test_the_end_of_a_document_is_named_beside_the_tokenizer(
         return
     assert status == 0
     folder = data.open_folder(tmp_path / "tokens")
-    ids = folder.tokens("train").tolist() + folder.tokens("val").tolist()
+    ids = ids_of(folder, "train") + ids_of(folder, "val")
     assert ids[-1] == {"</s>": 0, "<eos>": n, "<turn>": n + 1}[end]
     copies = tmp_path / "checkpoint"
     copies.mkdir()
-    for file, contents in folder.tokenizer_file.items():
+    for file, contents in folder.tokenizer_files.items():
         (copies / file).write_bytes(contents)
     assert tokenizer.load_encoding(f"{copies}/tokenizer.json").eot_token == ids[-1]
 
@@ -369,13 +367,13 @@ def test_a_tokenizer_that_loses_text_is_not_comparable_by_bits_per_byte(
         (said,) = re.findall(r"(.*) of the first (.*) bytes do not", capsys.readouterr().out) or [
             ()
         ]
-        assert math.isnan(folder.open("val", 8, None).bytes_per_token) == bool(said) == loses
+        assert (meta_of(folder)["lost"] > 0) == bool(said) == loses
         if loses:
             lost, size = (int(number.replace(",", "")) for number in said)
             # All letters of rareN but those of the [UNK] in its place, and no more
             rare = sum(len(f"rare{i}") for i in range(300))
             assert size == len(text) and 0.9 * rare < lost <= rare
-            assert folder.lost == lost / size
+            assert meta_of(folder)["lost"] == lost / size
 
 
 def test_a_document_too_large_for_one_piece_is_refused_with_the_estimate():

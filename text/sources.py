@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-from errors import plural
-
 # Separates the documents of a text file.
 SEPARATOR = "<|endoftext|>"
 # Characters read at a time, so that memory stays flat for a document of any size. A chunk has at
@@ -37,6 +35,13 @@ PARQUET_ROWS = 256  # decoded at a time
 BLOCK = 1 << 16  # bytes of a parquet file read at a time
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 OTHER_SUFFIX = f"file (its suffix is none of {', '.join(SUFFIXES)})"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "2 lines (broken)" for 2 and "line (broken)"."""
+    word, bracket, note = noun.partition(" (")
+    ending = "" if count == 1 else "s"
+    return f"{count:,} {word}{ending}{bracket}{note}"
 
 
 class SourceError(ValueError):

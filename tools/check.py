@@ -26,21 +26,14 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import errors
-
-if __name__ == "__main__":
-    errors.set_torch_variables()
-
 import torch
 import torch.distributed
 from torch.distributed import P2POp
 from torch.utils import collect_env
 
 import checkpoint
-import data
 import dist
-from dist import Machine
-from log import replace_file
+import errors
 from tools import common
 from tools.common import Run, flag_value
 from tools.measuring import fuzz
@@ -71,7 +64,7 @@ LINK_BYTES = {"cuda": 1 << 26, "cpu": 1 << 20}  # more than a switch may buffer
 # one, two runs in bfloat16 drift apart within 20 steps.
 SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
-    "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 --profile 0:1 "
+    "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 "
     "--optim_metrics_interval 0 --tracker none --allow_changes false "
     "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 "
 )
@@ -86,26 +79,25 @@ class Ranks:
 
     def __init__(self, flags: dict, out: str | None, world: dist.World):
         self.world = world
-        self.store = dist.find_store(world.timeout)  # joins the ranks again after `alone`
+        self.store, *_ = dist.find_ranks(world.timeout)  # joins the ranks again after `alone`
         # Kept after `alone` leaves it: without torchrun, rank 0's group owns the store's server.
         self.first_group = torch.distributed.group.WORLD
-        device = dist.device_name(world.device)
-        name = f"rank {world.rank} ({socket.gethostname()}, {device}, torch {torch.__version__})"
+        host, device = socket.gethostname(), world.device_name
+        name = f"rank {world.rank} ({host}, {device}, torch {torch.__version__})"
         self.names = dist.on_all_ranks(lambda: name)
         parent = Path(out or tempfile.gettempdir()).absolute()
         parent.mkdir(parents=True, exist_ok=True)  # --out of a planned run may not exist yet
         self.folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
         if not all(dist.on_all_ranks(self.folder.exists)):
             raise errors.UsageError(f"{self.folder} is not on all hosts: give a shared --out")
-        self.source = common.open_data(flags)
-        self.machine = dist.on_rank0(dist.read_machine, world)
+        self.source = common.open_data(flag_value(flags, "data"), world)
         self.origin = dist.on_rank0(common.named_origin, flags)
-        self.flags = shorten(self.resolve(flags, self.machine))
-        self.run = self.resolve(self.flags, self.machine)
+        self.flags = dist.on_rank0(lambda: shorten(self.resolve(flags, world)))
+        self.run = dist.on_rank0(self.resolve, self.flags, world)
 
-    def resolve(self, flags: dict, machine: Machine) -> Run:
+    def resolve(self, flags: dict, world: dist.World) -> Run:
         """Return the run of `flags`, with the model of their checkpoint, if they give one."""
-        return common.resolve(flags, machine, data.facts_of(self.source), self.origin)
+        return common.resolve(flags, world, self.source, self.origin.model_config)
 
     def train(self, run: Run, world: dist.World, name: str, seed: int | None = None) -> RunLog:
         """Train as parity.train_watched does. A run of the same name continues."""
@@ -116,18 +108,14 @@ class Ranks:
         """Train on this rank alone; return its run, perturbed ones, and the rehearsed traffic."""
         rehearse.leave_group()
         found = rehearse.rehearse(self.run, self.world.rank)
-        # Each rank forms a world of size 1.
-        store = torch.distributed.HashStore()
-        one = dict(rank=0, size=1, local_rank=0, local_size=1)
-        world = dataclasses.replace(self.world, **one)
-        dist.join_group(world, store)
+        world = dataclasses.replace(self.world, rank=0, size=1, local_size=1)
+        common.join_group(world, torch.distributed.HashStore())
         per_step = self.run.global_batch_size // self.run.micro_batch_size
         steps = max(LEAST_STEPS, MICRO_BATCHES // per_step)
         mesh = dict(strategy="single", tp=1, dp_replicate=1, dp_shard=1, grad_sync="batch")
         rest = dict(compile=False, checkpoint="none", async_save=False, optim_metrics_interval=1)
         rest["max_steps"] = min(self.run.max_steps, steps)
-        machine = dataclasses.replace(self.machine, world_size=1, local_size=1)
-        run = self.resolve(self.flags | mesh | rest, machine)
+        run = self.resolve(self.flags | mesh | rest, world)
         folder = f"alone on rank {self.world.rank}"
         log = self.train(run, world, folder)
         # Each rank trains a share of the perturbed runs.
@@ -135,7 +123,7 @@ class Ranks:
         perturbed = [self.train(run, world, f"{folder}, {seed}", seed) for seed in seeds]
         gc.collect()  # a group still referenced keeps its connections
         rehearse.leave_group()
-        dist.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
+        common.join_group(self.world, torch.distributed.PrefixStore("after", self.store))
         return log, perturbed, found.communication
 
 
@@ -339,7 +327,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
         help="draw N runs of 1 to 4 ranks (--seed)",
     )
     add("--draw", type=fuzz.parse_draw, metavar="TEXT", help="check one run, as printed by --fuzz")
-    given = common.parse_flags(parser, [*argv, *SHORT.split()])
+    given = common.parse_flags([*argv, *SHORT.split()], parser)
     own = {name: given.pop(name) for name in ("json", "fuzz", "draw")}
     options = argparse.Namespace(**own, out=given.get("out"), argv=argv)
     if options.fuzz or options.draw:
@@ -354,7 +342,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict]:
 def command(argv: list[str]) -> int:
     """Check ranks or draws; return the exit status, 1 if a check failed."""
     options, flags = parse(argv)
-    dist.refuse_other_launchers()
     if options.fuzz or options.draw:
         return fuzz.fuzz(options.fuzz, flag_value(flags, "seed"), options.draw)
     return check_ranks(options, flags)
@@ -402,7 +389,7 @@ def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
         "status": check.status,
         **asdict(check),
     }
-    replace_file(options.json, json.dumps(found, indent=2) + "\n")
+    options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,9 @@ runs/tiny/checkpoints/step-00000700.
 import sys
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 import checkpoint
 import errors
 from checkpoint import CheckpointError
@@ -17,13 +20,12 @@ from tools.common import (
     checkpoints_at,
     new_folder,
     newest_checkpoint,
-    read_full,
     write_full,
 )
 
 
 def verify(path: Path) -> None:
-    """Print a line for each checkpoint at `path`. Raises CheckpointError and PathError."""
+    """Print a line for each checkpoint at `path`. Raises CheckpointError and UsageError."""
     paths = checkpoints_at(path)
     damaged = 0
     for each in paths:
@@ -37,33 +39,46 @@ def verify(path: Path) -> None:
             damaged += 1
             print(f"DAMAGED: {error}")
             continue
-        size = f"{checkpoint.total_bytes(manifest) / 1e6:,.1f} MB"
+        size = f"{total_bytes(manifest) / 1e6:,.1f} MB"
         print(f"{each}: complete and unchanged: {len(manifest['files'])} files, {size}")
     if damaged:
         raise CheckpointError(f"{path}: {damaged} of {len(paths)} checkpoints damaged")
 
 
+def total_bytes(manifest: dict) -> int:
+    """The size of a checkpoint's files in bytes, without its manifest.json."""
+    return sum(file["bytes"] for file in manifest["files"].values())
+
+
 # --------------------------------------------------------------------------------------------------
-# The full format: one file, in which each tensor is one chunk
+# A checkpoint in one file
 
 
 def consolidate(named: Path, out: Path) -> None:
-    """Write a checkpoint, or the newest of a run, as the new checkpoint `out` in the full format.
+    """Write a checkpoint, or the newest of a run, as the new checkpoint `out`, as one rank would.
 
     Runs in one process, with one tensor in memory. `out` appears complete or not at all. Raises
-    CheckpointError and PathError.
+    CheckpointError and UsageError.
     """
     path = newest_checkpoint(named)
     manifest = checkpoint.read_manifest(path)
+    reader = checkpoint.Reader(path)
+    layout = {name: entry.full for name, entry in reader.tensors.items()}
+    # For all tensors in turn: glibc before 2.38 seldom reuses the memory of aligned blocks.
+    memory = torch.empty(max(full.nbytes for full in layout.values()), dtype=torch.uint8)
+
+    def read(name: str) -> Tensor:
+        full = memory[: layout[name].nbytes].view(layout[name].dtype).view(layout[name].shape)
+        reader.fill(name, full)
+        return full
+
     with new_folder(out) as work:
-        reader = checkpoint.Reader(path)
-        layout = {name: entry.full for name, entry in reader.tensors.items()}
         kept = {}  # with the old checksums, so that a file that is damaged now does not verify
         for name, entry in manifest["files"].items():
             if not name.endswith((".safetensors", "index.json")):
                 kept[name] = entry
                 checkpoint.write_file(work / name, [(path / name).read_bytes()])
-        files = kept | write_full(work, layout, lambda name: read_full(reader, name))
+        files = kept | write_full(work, layout, read)
         checkpoint.complete(work, out, manifest | {"files": files})
 
 
@@ -79,7 +94,7 @@ def build_parser() -> errors.Parser:
     verifying = commands.add_parser("verify", help="compare checkpoints with their manifests")
     verifying.add_argument("path", **path)
     consolidating = commands.add_parser(
-        "consolidate", help="convert a checkpoint, by default a run's latest, to the full format"
+        "consolidate", help="write a checkpoint, by default a run's latest, as one file"
     )
     consolidating.add_argument("path", **path)
     consolidating.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
@@ -92,7 +107,7 @@ def run(argv: list[str]) -> None:
         verify(args.path)
         return
     consolidate(args.path, args.out)
-    size = checkpoint.total_bytes(checkpoint.read_manifest(args.out))
+    size = total_bytes(checkpoint.read_manifest(args.out))
     print(f"{args.out}: one file, {size / 1e6:,.1f} MB")
 
 

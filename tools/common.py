@@ -5,53 +5,56 @@ this file. Commands keep the flags that were given as {name: value}.
 """
 
 import contextlib
+import json
+import platform
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
 import config
 import data
 import dist
-import start
-from checkpoint import CheckpointError, PathError
-from config import FLAGS, PEAK_TFLOPS, Config, Run, build_parser, default_out
-from data import DataFacts
-from dist import Machine
+from checkpoint import CheckpointError
+from config import Config, Run, build_parser
+from config import parse as parse_flags
+from data import TokenFolder
+from dist import World
 from errors import UsageError
 from log import say
+from model import ModelConfig
 from start import (
     Origin,
     checkpoints_at,
     find_origin,
-    local_train_indices,
-    newest_checkpoint,
+    open_data,
+    open_source,
     open_start,
-    read_model,
-    with_weights,
 )
-from train import MicroBatches, State, build, empty_model, load, load_mixture, train, train_step
+from train import State, build, empty_model, load, micro_batches, train, train_step
 
 __all__ = [
     # flags
-    "FLAGS",
-    "PEAK_TFLOPS",
     "build_parser",
-    "default_out",
     "flag_value",
+    "known_flags",
     "parse_flags",
     # a run
-    "NEW_RUN",
     "Origin",
     "Run",
-    "fake_machine",
+    "fake_world",
     "find_origin",
+    "join_group",
     "named_origin",
     "open_data",
     "open_source",
@@ -59,140 +62,165 @@ __all__ = [
     "recorded_flags",
     "recorded_model",
     "resolve",
+    "unread_source",
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
     # a checkpoint in one file
-    "FULL",
     "new_folder",
     "read_full",
     "write_full",
     # the run itself
-    "MicroBatches",
     "State",
     "build",
     "empty_model",
     "load",
     "local_train_indices",
+    "micro_batches",
     "say",
     "train",
     "train_step",
 ]
 
-NEW_RUN = Origin(Config())
-
-
-def parse_flags(parser, argv: list[str]) -> dict:
-    """Return {name: value} of the flags of --config FILE and the typed ones. Raises UsageError.
-
-    `parser` has the flags of `build_parser`, and those of a command.
-    """
-    return config.merge(config.parse_layers(parser, argv))
-
 
 def flag_value(flags: dict, name: str):
     """Return the flag as given, else its default."""
-    return flags.get(name, FLAGS[name].default)
+    return flags.get(name, getattr(Config, name))
 
 
-def resolve(flags: dict, machine: Machine, facts: DataFacts, origin: Origin = NEW_RUN) -> Run:
-    """Return the run of `flags`, with the model of the checkpoint of `origin`, if any."""
-    return config.resolve(Config(**flags), machine, facts, origin.kept, origin.model_config)
+def known_flags(values: dict) -> dict:
+    """Return those of the values that are flags."""
+    return {name: value for name, value in values.items() if name in config.KINDS}
+
+
+def resolve(
+    flags: dict, world: World, source: TokenFolder, saved_model: ModelConfig | None = None
+) -> Run:
+    """Return the run of `flags`, with the model of a checkpoint, if any."""
+    return config.resolve(Config(**flags), world, source, saved_model)
 
 
 def named_origin(flags: dict) -> Origin:
-    """Return the origin with the weights that --init_from names, or NEW_RUN without this flag."""
+    """Return the origin with the weights that --init_from names, or a new run without this flag."""
     named = flags.get("init_from")
     if not named:
-        return NEW_RUN
-    return with_weights(Origin(Config(**flags)), checkpoints_at(Path(named))[-1], damaged={})
+        return Origin()
+    path = checkpoints_at(Path(named))[-1]
+    manifest = checkpoint.read_manifest(path)
+    model_config = ModelConfig.from_dict(manifest["model"])
+    return Origin(path, manifest, only_weights=True, model_config=model_config)
 
 
 def recorded_flags(out: Path, row: dict) -> dict:
-    """Return the flags of a start's row of the log, but its model. Raises UsageError."""
-    values = {name: value for name, value in row["config"].items() if value is not None}
-    if unknown := values.keys() - FLAGS.keys():
+    """Return the flags of a start's row of the log. Raises UsageError."""
+    if unknown := row["config"].keys() - config.KINDS.keys():
         raise UsageError(f"{out} was trained by other code: --{min(unknown)} is unknown here")
-    return {name: value for name, value in values.items() if name != "model"}
+    return row["config"]
 
 
-def recorded_model(out: Path, row: dict) -> Origin:
-    """Return the origin with the model of a start's row of the log. Raises UsageError."""
-    return Origin(Config(), model_config=read_model(out, row))
+def recorded_model(out: Path, row: dict) -> ModelConfig:
+    """Return the model of a start's row of the log. Raises UsageError."""
+    try:
+        return ModelConfig.from_dict(row["model"])
+    except TypeError as error:
+        raise UsageError(f"{out} was trained by other code: {error}") from None
 
 
-def open_data(flags: dict) -> data.Source:
-    """Open the data of a planned run on all ranks; prepare the built-in data if it is missing."""
-    path = flag_value(flags, "data")
-    return start.open_data(path, load_mixture() if data.names_mixture(path) else None)
+def unread_source(
+    path: str, vocab_size: int, tokenizer: str | None = None, fingerprint: str = ""
+) -> TokenFolder:
+    """Return a token folder that is not read: what a run follows from is in the arguments."""
+    return TokenFolder(Path(path), np.dtype(np.uint16), vocab_size, tokenizer, fingerprint)
 
 
-def open_source(path: str) -> data.Source:
-    """Open --data on this rank alone. Raises DataError."""
-    if data.names_mixture(path):
-        return load_mixture().open_mixture(path)
-    return data.open_folder(Path(path))
+def newest_checkpoint(named: Path) -> Path:
+    """Return the checkpoint `named`, or the newest one of the run `named`, after verifying it.
+
+    Raises UsageError, and CheckpointError if it is damaged.
+    """
+    path = checkpoints_at(named)[-1]
+    if problem := checkpoint.verify(path):
+        raise CheckpointError(f"{path}: {problem}; name another checkpoint")
+    return path
 
 
-def fake_machine(world_size: int, local_size: int | None = None) -> Machine:
-    """Return a machine of this host's hardware with other numbers of ranks."""
-    local_size = local_size or world_size
+# --------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def local_train_indices(run: Run, mesh: DeviceMesh, steps: range) -> Iterator[list[int]]:
+    """Yield the sequence indices of each of this rank's micro-batches in `steps`."""
+    place = dist.dp_rank(mesh), run.dp_size
+    return data.train_indices(steps, run.global_batch_size, run.micro_batch_size, *place)
+
+
+def fake_world(size: int, rank: int = 0, local_size: int | None = None) -> World:
+    """Return a world of `size` CPUs like this one, as if all were on one host."""
     device = torch.device("cpu")
-    return dist.read_machine(dist.World(0, world_size, 0, local_size, device, None, None))
+    return World(
+        rank=rank,
+        size=size,
+        local_size=local_size or size,
+        device=device,
+        timeout=timedelta(minutes=1),
+        device_name=platform.machine(),
+        has_bfloat16=dist.has_bfloat16(device),
+    )
+
+
+def join_group(world: World, store: torch.distributed.Store) -> None:
+    """Form the process group of a world, as dist.start does for torchrun's ranks."""
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=world.timeout,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # A checkpoint in one file
 
-FULL = "full.safetensors"
-
 
 def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
     """Return a full tensor of a checkpoint. Raises CheckpointError."""
-    full = reader.tensors[name].full
-    pieces = list(reader.overlaps(name, (0,) * full.dim(), full.shape))
-    full = torch.empty_like(full, device="cpu")  # only now: the files contain all its bytes
-    for place, saved in pieces:
-        full[place] = saved
+    full = torch.empty_like(reader.tensors[name].full, device="cpu")
+    reader.fill(name, full)
     return full
 
 
 def write_full(
     folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor]
 ) -> dict[str, dict]:
-    """Write the one file and its index; return their entries in the manifest.
+    """Write the file of rank 0 with full tensors, and the index; return their manifest entries.
 
     `layout` maps names to meta tensors; read(name) returns the values of one.
     """
-    index = {}
-    for name, tensor in layout.items():
-        index[name] = {
-            "dtype": checkpoint.DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "cuts": [[0]] * tensor.dim(),
-            "grid": [0],
-        }
-    full = checkpoint.write_safetensors(folder / FULL, layout, read)
-    return {FULL: full, "index.json": checkpoint.write_index(folder, [FULL], index)}
+    boxes = {}
+    for tensor in layout.values():
+        boxes[checkpoint.cut_of(tensor)] = (0,) * tensor.dim(), tuple(tensor.shape)
+    index = json.dumps(checkpoint.index_of(layout, [boxes])).encode()
+    name = checkpoint.file_of(rank=0)
+    return {
+        name: checkpoint.write_safetensors(folder / name, layout, read),
+        "index.json": checkpoint.write_file(folder / "index.json", [index]),
+    }
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
 
-    If the block fails, removes it and raises CheckpointError. Raises PathError if `out` exists.
+    If the block fails, removes it. Raises UsageError if `out` exists.
     """
     if out.exists():
-        raise PathError(f"{out} exists: remove it or choose another name")
+        raise UsageError(f"{out} exists: remove it or choose another name")
     work = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(work, ignore_errors=True)  # left by a killed process
         work.mkdir(parents=True)
         yield work
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write {out}: {checkpoint.reason(error)}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

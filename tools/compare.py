@@ -16,7 +16,7 @@ import numpy as np
 
 import errors
 from tools.measuring.runs import Log, compare, different_flags, read_all
-from tools.measuring.tables import markdown_table
+from tools.measuring.tables import markdown_table, positive_number
 
 MOST_COLUMNS = 6  # with more runs, each run is a row
 LEVEL = 0.05  # chance that at least one comparison in a table finds equal settings different
@@ -111,7 +111,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
     help = "relative difference above which a loss or a parameter counts as different (default: "
     help += "0.01)"
-    add("--tolerance", type=errors.positive_number, default=1e-2, metavar="T", help=help)
+    add("--tolerance", type=positive_number, default=1e-2, metavar="T", help=help)
     return parser.parse_args(argv)
 
 

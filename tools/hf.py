@@ -9,19 +9,17 @@ command executes code from the files that it reads.
 
 import dataclasses
 import json
-import mmap
 import os
 import sys
 from pathlib import Path
 
 import tiktoken
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 import errors
 from errors import UsageError
-from model import MLP, ModelConfig, RopeScaling, meta_model
+from model import ModelConfig, RopeScaling, meta_model
 from sample import read_trained
 from text import tokenizer
 from tools import common
@@ -40,8 +38,7 @@ IN_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Activations of our MLP, and their names in transformers
-ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+ACTIVATION = "silu"  # of our MLP; a fork writes the name that transformers has for its own
 # Fields of ModelConfig that do not change what the weights compute: a fork adds its own
 ONLY_IN_TRAINING: set[str] = set()
 ADDS_TOKENS = (
@@ -155,7 +152,7 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tied,
-        "hidden_act": activation(),
+        "hidden_act": ACTIVATION,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
@@ -173,16 +170,6 @@ def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
     return hf
 
 
-def activation() -> str:
-    """Return the name that transformers has for the activation of our MLP."""
-    if MLP.activation not in ACTIVATIONS:
-        raise UsageError(
-            f"the MLP's activation, {MLP.activation.__name__}, has no name in transformers: if it "
-            "does, add it to ACTIVATIONS in tools/hf.py"
-        )
-    return ACTIVATIONS[MLP.activation]
-
-
 def special_ids(encoding: tiktoken.Encoding | None) -> dict:
     """Return end-of-text, or null, as each special id. Without null, Llama's ids would apply."""
     end = encoding.eot_token if encoding else None
@@ -196,7 +183,7 @@ def special_ids(encoding: tiktoken.Encoding | None) -> dict:
 # these two model types in transformers.
 COMPUTED = {
     "model_type": ("llama", "mistral"),
-    "hidden_act": (ACTIVATIONS.get(MLP.activation),),
+    "hidden_act": (ACTIVATION,),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "sliding_window": (None,),
@@ -209,24 +196,21 @@ COMPUTED = {
 def import_model(source: Path, out: Path) -> None:
     """Write the model folder `source` as the new checkpoint `out`, for --init_from and sample.py.
 
-    Writes the full format in float32, one tensor at a time. Raises UsageError, CheckpointError.
+    Writes one file in float32, one tensor at a time. Raises UsageError, CheckpointError.
     """
     config = from_hf(source)
     found = {}  # tensors mapped into memory
-    buffers = []
     files = sorted(source.glob("model*.safetensors"))
     if not files:
         raise UsageError(f"{source} has no model.safetensors: other formats cannot be read")
     for file in files:
-        tensors, buffer = checkpoint.map_safetensors(file)
-        found |= tensors
-        buffers.append(buffer)
+        found |= checkpoint.map_safetensors(file)
     if hf_name("head") in found:  # the head may differ from the embedding
         config = dataclasses.replace(config, tied=False)
     weights = meta_weights(config)
     check_weights(source, found, weights)
     with new_folder(out) as work:
-        entries = copy_weights(found, buffers, weights, work)
+        entries = copy_weights(found, weights, work)
         encoding = import_tokenizer(source, work, config.vocab_size)
         for copied in work.glob("tokenizer*.json"):
             entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
@@ -244,13 +228,11 @@ def import_model(source: Path, out: Path) -> None:
         print(f"{out} has no tokenizer: sample.py reads and prints token ids")
 
 
-def copy_weights(found: dict, buffers: list[mmap.mmap], weights: dict, work: Path) -> dict:
-    """Write the files of a full checkpoint, one tensor at a time; return their entries."""
+def copy_weights(found: dict, weights: dict, work: Path) -> dict:
+    """Write the files of a checkpoint, one tensor at a time; return their entries."""
     layout = {f"model.{name}": weight for name, weight in weights.items()}
 
     def read(name: str) -> torch.Tensor:
-        for buffer in buffers:  # free the previous tensor's pages
-            buffer.madvise(mmap.MADV_DONTNEED)
         source = hf_name(name.removeprefix("model."))
         values = found[source].float()
         if not values.isfinite().all():
@@ -292,12 +274,11 @@ def read_sizes(hf: dict) -> dict[str, int]:
     """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
     sizes = {ours: hf[field] for ours, field in INTEGERS.items()}
     sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
-    limits = {name: flag.below for name, flag in common.FLAGS.items()}
     for name, size in sizes.items():
-        below = min(limits.get(name, 2**32), 2**32)
-        if type(size) is not int or not 1 <= size < below:
+        if type(size) is not int or not 1 <= size < 2**32:
             field = INTEGERS.get(name, "num_key_value_heads")
-            raise ValueError(f"{field} is {size!r}, not an integer from 1 to {below - 1:,}")
+            raise ValueError(f"{field} is {size!r}, not an integer from 1 to {2**32 - 1:,}")
+    common.parse_flags([f"--{name}={size}" for name, size in common.known_flags(sizes).items()])
     width, n_head, head_dim = sizes["d_model"], sizes["n_head"], hf.get("head_dim")
     if head_dim not in (None, width / n_head):
         raise ValueError(

@@ -19,16 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import data
 import dist
 import errors
-from data import DataFacts
+from data import TokenFolder
 from errors import UsageError
-from model import SIZES
+from model import SIZES, ModelConfig
 from tools import common
-from tools.common import Origin, Run, flag_value
+from tools.common import Run, flag_value
 from tools.measuring.runs import read
-from tools.measuring.tables import add_flags, count
+from tools.measuring.tables import add_flags, count, positive_number
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
 from tools.planning.rehearse import Rehearsal, rehearse
@@ -38,7 +37,7 @@ from tools.planning.rehearse import Rehearsal, rehearse
 
 
 def number(metavar: str, help: str, default: float | None = None) -> dict:
-    return dict(metavar=metavar, help=help, type=errors.positive_number, default=default)
+    return dict(metavar=metavar, help=help, type=positive_number, default=default)
 
 
 # This command's flags beyond train.py's: name -> argparse options
@@ -94,7 +93,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
 
     Raises UsageError, MeshError and DataError.
     """
-    given = common.parse_flags(build_parser(), argv)
+    given = common.parse_flags(argv, build_parser())
     options = argparse.Namespace(**{name: given[name] for name in FLAGS})
     flags = {name: value for name, value in given.items() if name not in FLAGS}
     typed = {word.split("=")[0].removeprefix("--") for word in argv}
@@ -103,21 +102,20 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
         request, measured = read_run(options, flags)
         return request, options, measured
-    flags.setdefault("out", common.default_out(flags))
     cluster = make_cluster(options, options.world_size, options.nproc_per_node, options.device_type)
-    origin = common.named_origin(flags)
-    request = Request(flags, cluster, read_facts(flags, typed, origin), origin)
+    saved_model = common.named_origin(flags).model_config
+    request = Request(flags, cluster, find_source(flags, typed, saved_model), saved_model)
     predict.peak_flops(cluster, request.resolve())  # raises early if the speed is unknown
     return request, options, None
 
 
-def read_facts(flags: dict, typed: set[str], origin: Origin) -> DataFacts:
-    """Return the facts of the token folder, or without one, those that follow from the model."""
+def find_source(flags: dict, typed: set[str], saved_model: ModelConfig | None) -> TokenFolder:
+    """Open the token folder or, without one, return one with the vocabulary of the model."""
     path = flag_value(flags, "data")
     if "data" in typed or ("data" in flags and Path(path).exists()):  # --config's may not exist
-        return data.facts_of(common.open_source(path))
-    model_config = origin.model_config or SIZES[flags.get("model") or "tiny"]
-    return DataFacts(model_config.vocab_size, tokenizer=None, fingerprint="")
+        return common.open_source(path)
+    model_config = saved_model or SIZES[flags.get("model") or "tiny"]
+    return common.unread_source(path, model_config.vocab_size)
 
 
 def make_cluster(
@@ -137,7 +135,7 @@ def make_cluster(
         "host_bandwidth": options.inter_host_bandwidth,
     }
     given = {name: 1e9 * value for name, value in bandwidths.items() if value}
-    here = common.fake_machine(world_size, local_size)
+    here = common.fake_world(world_size)
     return Cluster(
         world_size=world_size,
         device_type=device_type,
@@ -161,20 +159,20 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run longer")
     flags = common.recorded_flags(Path(folder), start) | flags
-    recorded = common.recorded_model(Path(folder), start)
+    saved_model = common.recorded_model(Path(folder), start)
     on_device = max(row["peak_device_memory"] for row in rows)
     device_type = "cpu"
     if on_device:
         names = {device.name: name for name, device in DEVICES.items()}
         device_type = names.get(start["device"], options.device_type)
-    local_size = start.get("ranks_per_host", options.nproc_per_node)
-    cluster = make_cluster(options, start["ranks"], local_size, device_type)
-    facts = DataFacts(start["tokens_in_vocabulary"], start.get("tokenizer"), start["data"])
+    cluster = make_cluster(options, start["ranks"], options.nproc_per_node, device_type)
+    vocab_size, tokenizer = start["tokens_in_vocabulary"], start["tokenizer"]
+    source = common.unread_source(flag_value(flags, "data"), vocab_size, tokenizer, start["data"])
     measured = Measured(
         step_time=statistics.median(row["step_time"] for row in rows[1:] or rows),
         peak_memory=on_device or max(row["peak_host_memory"] for row in rows),
     )
-    return Request(flags, cluster, facts, recorded), measured
+    return Request(flags, cluster, source, saved_model), measured
 
 
 # --------------------------------------------------------------------------------------------------

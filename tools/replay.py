@@ -31,13 +31,12 @@ import dist
 import errors
 import optim
 from checkpoint import CheckpointError
-from errors import UsageError, plural
-from log import read_starts
-from model import eval_mode
+from errors import UsageError
 from text import tokenizer
+from text.sources import plural
 from tools import common
-from tools.common import NEW_RUN, Run, State, flag_value, say
-from tools.measuring.runs import read_rows, relative_difference
+from tools.common import Origin, Run, State, flag_value, say
+from tools.measuring.runs import read_rows, read_starts, relative_difference
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
 SHOWN = 20  # sequences and parameters
@@ -94,10 +93,10 @@ class Step:
     state: State
     micro_batches: list[Tensor]  # of this rank, (B, T + 1)
 
-    def take(self, measure: bool = False) -> tuple[dict, optim.ParameterTable | None]:
+    def take(self, measure: bool = False) -> tuple[dict[str, Tensor], list[dict]]:
         """Take the step as train.py does: see common.train_step."""
-        run = dataclasses.replace(self.run, optim_metrics_interval=int(measure))
-        return common.train_step(self.state, iter(self.micro_batches), run)
+        lr = optim.learning_rate(self.state.step, self.run)
+        return common.train_step(self.state, iter(self.micro_batches), self.run, lr, measure)
 
 
 class Replay:
@@ -112,17 +111,16 @@ class Replay:
         self.world = world
         start = start_of(starts, args.step)
         path = args.data or start["config"]["data"]
-        source = common.open_source(path)
-        self.facts = data.facts_of(source)
-        if self.facts.fingerprint != start["data"]:
+        self.source = common.open_source(path)
+        if self.source.fingerprint != start["data"]:
             raise UsageError(
-                f"{path} has the fingerprint {self.facts.fingerprint}, and {self.out} was trained "
+                f"{path} has the fingerprint {self.source.fingerprint}, and {self.out} was trained "
                 f"on {start['config']['data']} with {start['data']}: give its data with --data"
             )
         run = self.resolve(start)
         if args.step > run.max_steps:
             raise UsageError(f"{self.out} ends with step {run.max_steps}: give a step up to that")
-        self.start = common.open_start(run, NEW_RUN, source, world)
+        self.start = common.open_start(run, Origin(), self.source, world)
         batch, steps = run.global_batch_size, range(args.step, args.step + 1)
         (indices,) = data.train_indices(steps, batch, batch, dp_rank=0, dp_size=1)
         self.sequences = describe_sequences(self.start, indices)
@@ -138,7 +136,7 @@ class Replay:
                 f"not on {self.world.size}: start as many, or one process without torchrun"
             )
         recorded = common.recorded_model(self.out, start)
-        return common.resolve(flags, dist.read_machine(self.world), self.facts, recorded)
+        return common.resolve(flags, self.world, self.source, recorded)
 
     def segments(self, first: int, last: int) -> list[tuple[Run, list[int]]]:
         """Group the steps `first` to `last` by the start that trained them: (its run, steps)."""
@@ -161,7 +159,7 @@ class Replay:
             saved = [path for path in saved if checkpoint.step_of(path) < last]
             path = next((path for path in reversed(saved) if path not in passed_over), None)
             step = checkpoint.step_of(path) if path else 0
-            origin = dataclasses.replace(NEW_RUN, path=path, step=step)
+            origin = Origin(path, step=step)
             first = self.starts[0]
             if not path and (first["step"] > 0 or first["config"].get("init_from")):
                 raise UsageError(
@@ -170,9 +168,10 @@ class Replay:
                 )
             (run, _), *_ = self.segments(step + 1, last)  # resolves all: it may refuse one
             try:
-                with dist.raise_on_all_ranks():
-                    if path and (problem := checkpoint.verify(path, world.rank, world.size)):
-                        raise CheckpointError(problem)
+                if path:
+                    problems = dist.on_all_ranks(checkpoint.verify, path, world.rank, world.size)
+                    if any(problems):
+                        raise CheckpointError(next(filter(None, problems)))
                 count = last - step
                 distance = f"{plural(count, 'step')} after {path or 'the initial weights'}"
                 estimate = "time unknown: the log has no row"
@@ -180,10 +179,10 @@ class Replay:
                     estimate = f"about {count * turns * step_time:,.0f} s, the log's "
                     estimate += f"{step_time:.3g} s a step x {plural(turns, 'rank')}"
                 say(f"step {last} of {self.out}: {distance}, {estimate}")
-                state = common.build(run, self.start.mesh)
+                state = common.build(run, self.start.mesh, common.empty_model(run))
                 common.load(state, dataclasses.replace(self.start, origin=origin))
                 return state
-            except (CheckpointError, dist.RankError) as error:
+            except (CheckpointError, OSError, dist.RankError) as error:
                 say(f"passed over {path}: {error}")
                 passed_over.add(path)
 
@@ -193,10 +192,10 @@ class Replay:
         for i, (run, steps) in enumerate(self.segments(state.step + 1, last)):
             if i > 0:  # the run continued here, perhaps with other flags
                 source = dict(checkpoint.flatten(state.tensors))
-                state = common.build(run, self.start.mesh)
+                state = common.build(run, self.start.mesh, common.empty_model(run))
                 for name, tensor in checkpoint.flatten(state.tensors):
                     optim.local(tensor).copy_(optim.local(source[name]))
-            batches = common.MicroBatches(run, self.start, steps[0] - 1)
+            batches = common.micro_batches(run, self.start, steps[0] - 1)
             for state.step in steps:
                 micro_batches = list(itertools.islice(batches, run.grad_accum_steps))
                 yield Step(run, state, micro_batches)
@@ -207,7 +206,7 @@ class Replay:
 
 
 def describe_sequences(start, indices: list[int]) -> dict[int, str]:
-    """Return index -> where a sequence is from and how its text begins.
+    """Return index -> how the text of a sequence begins.
 
     `start` is what common.open_start returns. Raises TokenizerError.
     """
@@ -219,8 +218,7 @@ def describe_sequences(start, indices: list[int]) -> dict[int, str]:
             text += piece
             if len(text) >= CHARACTERS:
                 break
-        place = f"sequence {n}, {start.train_data.place_of(n)}"
-        sequences[n] = f"{place}: {text[:CHARACTERS]!r}"
+        sequences[n] = f"sequence {n}: {text[:CHARACTERS]!r}"
     return sequences
 
 
@@ -231,14 +229,14 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
         number = step.state.step
         if number < last:
             columns, _ = step.take()
-            if columns["equal"]["skipped_in_a_row"] > 0:
+            if columns["skipped_in_a_row"] > 0:
                 say(f"step {number}: its update is skipped")
     indices = common.local_train_indices(step.run, replay.start.mesh, range(last, last + 1))
     losses = sequence_losses(step, indices)
-    columns, table = step.take(measure=True)
-    losses_of_ranks = dist.on_all_ranks(columns["mean"]["loss"].item)
+    columns, parameters = step.take(measure=True)
+    losses_of_ranks = dist.on_all_ranks(columns["loss"].item)
     found = {"loss": fmean(losses_of_ranks)}  # as in a row of the log
-    found["grad_norm"] = columns["equal"]["grad_norm"].item()
+    found["grad_norm"] = columns["grad_norm"].item()
     row = next((row for row in rows if row["step"] == last), {})
     for name, value in found.items():
         logged = ""
@@ -251,7 +249,7 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
         n: f"{loss / total:.1%} {loss:.4f} {replay.sequences[n]}" for n, loss in losses.items()
     }
     say("share of the loss, loss, sequence:", *largest(losses, shares))
-    norms = {row["parameter"]: row["grad_norm"] for row in table.rows()}
+    norms = {row["parameter"]: row["grad_norm"] for row in parameters}
     lines = {name: f"{norm:.4g} {name}" for name, norm in norms.items()}
     say("norm of the gradient, parameter:", *largest(norms, lines))
     if not all(map(math.isfinite, found.values())):
@@ -262,10 +260,11 @@ def repeat(replay: Replay, last: int, rows: list[dict]) -> None:
 def sequence_losses(step: Step, indices: Iterator[list[int]]) -> dict[int, float]:
     """Return index -> loss of the sequences of all ranks, before the update. All ranks call it."""
     local_losses = {}
-    with eval_mode(step.state.model):
-        for numbers, tokens in zip(indices, step.micro_batches):
-            for n, sequence in zip(numbers, tokens.split(1)):  # (1, T + 1)
-                local_losses[n] = step.state.model(sequence[:, :-1], sequence[:, 1:]).item()
+    step.state.model.eval()
+    for numbers, tokens in zip(indices, step.micro_batches):
+        for n, sequence in zip(numbers, tokens.split(1)):  # (1, T + 1)
+            local_losses[n] = step.state.model(sequence[:, :-1], sequence[:, 1:]).item()
+    step.state.model.train()
     losses = {}
     for of_rank in dist.on_all_ranks(local_losses.copy):
         losses |= of_rank  # equal on the ranks of a tp group
@@ -334,8 +333,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> None:
     args = parse(argv)
     starts = read_starts(args.run)
-    if not starts:
-        raise UsageError(f"{args.run} is not a run folder: its metrics.jsonl has no start")
     rows = [row for row in read_rows(args.run / "metrics.jsonl") if "loss" in row]
     if args.step is None:
         nothing = f"no spike and no skipped update in {plural(len(rows), 'training row')}"

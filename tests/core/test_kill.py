@@ -6,7 +6,6 @@ ended. A job under torchrun spends most of its seconds on imports, so ranks of t
 place of torchrun's where torchrun adds nothing to what a row is about.
 """
 
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import torch
 
 import checkpoint
 
-from .conftest import KILLED, Job, PoolJob, Run, arguments, read_rows, run_command
+from .conftest import KILLED, Job, PoolJob, Run, arguments, run_command
 
 STEPS = 13
 SAVE_INTERVAL = 5
@@ -79,14 +78,6 @@ def incomplete(out: Path) -> list[Path]:
     """What lies beside the checkpoints: folders whose names are not those of checkpoints."""
     entries = out.glob("checkpoints/*")
     return [path for path in entries if checkpoint.step_of(path) is None]
-
-
-def ends_of(out: Path) -> list[tuple[int, str]]:
-    """The rows with which starts ended. The last one is the last row of the log."""
-    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    rows = read_rows(out / "metrics.jsonl", "end")
-    assert last == rows[-1]
-    return [(row["step"], row["end"]) for row in rows]
 
 
 def assert_same(out: Path, whole: Run) -> None:
@@ -166,10 +157,8 @@ def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
     if when is after_a_step:
         assert stopped <= seen + 1 + 2
     assert f"stopped after step {stopped}; the same command continues" in run.printed()
-    assert ends_of(run.out) == [(stopped, "stopped")]
 
     finish(pool, tokens, run.out, flags)
-    assert ends_of(run.out) == [(stopped, "stopped"), (STEPS, "finished")]
     assert_continued(before, run.out, stopped)
     assert_same(run.out, whole)
 
@@ -189,7 +178,6 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
 
     again = finish(pool, tokens, run.out, flags)
     assert [row["step"] for row in again.rows("val_loss")] == [STEPS]
-    assert ends_of(run.out) == [(STEPS, "stopped"), (STEPS, "finished")]
     assert_same(run.out, whole)
     log = (run.out / "metrics.jsonl").read_text()
     assert (
@@ -197,6 +185,22 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
         in finish(pool, tokens, run.out, flags).printed
     )
     assert (run.out / "metrics.jsonl").read_text() == log
+
+
+def test_a_kill_in_an_evaluation_loses_neither_the_save_nor_the_evaluation(
+    start, whole, pool, tokens
+):
+    """Both are due at step 5. The save comes first, and the next start evaluates its step."""
+    flags = f"{RUN} --eval_interval {SAVE_INTERVAL} --eval_sequences 400"
+    run = start("pool", flags)
+    run.until(lambda: saved_steps(run.out) == [SAVE_INTERVAL])
+    for rank in run.ranks():
+        os.kill(rank, signal.SIGKILL)
+    assert run.wait() == KILLED
+    assert run.rows("val_loss") == []
+    again = finish(pool, tokens, run.out, flags)
+    assert [row["step"] for row in again.rows("val_loss")] == [5, 10, STEPS]
+    assert_same(run.out, whole)
 
 
 @pytest.mark.slow(proves="torchrun's ranks are still starting")

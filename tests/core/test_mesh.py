@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
-import dist
 from model import Transformer
 
 from .conftest import SMALL, Run, copy_run, full_tensors, run_command
@@ -361,42 +360,6 @@ def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
             if (messages, size) != before:
                 found[key] = (messages - before[0], size - before[1])
         assert found == SENT[name]
-
-
-class Order(TorchDispatchMode):
-    """Records in which order weights are gathered and multiplied."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        names = {"_allgather_base_": "gather", "mm": "multiply"}
-        if name := names.get(function.overloadpacket.__name__):
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def order_of_forward(device: str) -> list[str]:
-    """Run the forward pass of three layers, each a unit of FSDP."""
-    world = dist.start(device)
-    mesh = dist.make_mesh(world, (1, world.size, 1))
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-    units = [[layer] for layer in model]
-    model = dist.parallelize(model, mesh, "fsdp", init=None, fsdp_units=units)
-    with Order() as order:
-        model(torch.ones(4, 8, device=world.device))
-    dist.on_all_ranks(int)  # no rank leaves while another one computes
-    return order.found
-
-
-def test_a_cpu_gathers_the_next_unit_before_it_computes(pool):
-    """GPUs gather it without a request, since their host runs ahead."""
-    expected = ["gather", "gather", "multiply", "gather", "multiply", "multiply"]
-    assert pool(2, order_of_forward, "cpu") == [expected] * 2
 
 
 # --------------------------------------------------------------------------------------------------

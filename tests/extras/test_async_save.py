@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from core.conftest import PoolJob, arguments, full_tensors, pool, tokens, train  # noqa: F401
+from core.conftest import ROOT, PoolJob, arguments, full_tensors, pool, tokens, train  # noqa: F401
 
 import checkpoint
 import dist
@@ -56,10 +58,17 @@ def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tm
     assert continued.rows()[-1]["step"] == last + 2
 
 
+def new_saver(run: Path, rows: list[dict]) -> AsyncSaver:
+    """A saver that keeps all checkpoints and reports to `rows`."""
+    keep = dict(keep_last=0, keep_every=0, extra_files={})
+    report = lambda row, line: rows.append(row)  # noqa: E731
+    return AsyncSaver(timedelta(seconds=20), run=run, report=report, **keep)
+
+
 def save_twice(run: Path, size: int) -> tuple[list[int], bool]:
     """Save ones and, at once, twos; then ranks gather numbers. Return these, and success."""
     world = dist.start("cpu")
-    saver = AsyncSaver(run, 0, 0, timedelta(seconds=20))
+    saver = new_saver(run, [])
     weight, gathered = torch.ones(size), []
     for step in (1, 2):
         saver.save({"weight": weight}, {"step": step})
@@ -84,15 +93,38 @@ def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alon
 
 def save_where_a_file_is(run: Path) -> tuple[str, list[str]]:
     dist.start("cpu")
-    saver = AsyncSaver(run, 0, 0, timedelta(seconds=20))
+    rows = []
+    saver = new_saver(run, rows)
     saver.save({"weight": torch.ones(3)}, {"step": 1})
     saver.wait()
-    return saver.failure, [row["event"] for row in saver.take_rows()]
+    return saver.failure, [row["event"] for row in rows]
 
 
 def test_a_failed_save_is_reported_on_all_ranks(pool, tmp_path):  # noqa: F811
     run = tmp_path / "a_file" / "run"
     run.parent.write_text("in the way")
     for failure, events in pool(2, save_where_a_file_is, run):
-        assert failure.startswith(f"cannot write {run}/checkpoints/step-00000001: rank 0: [Errn")
+        assert f"cannot write {run}/checkpoints/step-00000001: " in failure
         assert events == ["checkpoint_failed"]
+
+
+DIVERGE = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch, dist
+from extras.async_save import AsyncSaver
+dist.start("cpu")
+options = dict(keep_last=0, keep_every=0, extra_files={}, report=lambda row, line: None)
+saver = AsyncSaver(timedelta(seconds=20), run=Path(sys.argv[1]), **options)
+saver.save({"weight": torch.ones(20_000_000)}, {"step": 1})
+raise RuntimeError("training diverges in a later step")
+"""
+
+
+def test_a_process_that_fails_finishes_its_save(tmp_path):
+    command = [sys.executable, "-c", DIVERGE, tmp_path]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert job.returncode == 1 and "training diverges" in job.stderr
+    (path,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.verify(path) is None

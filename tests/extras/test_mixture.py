@@ -133,12 +133,12 @@ def test_each_folder_of_a_mixture_keeps_its_own_order(mixture):
         assert of_folder.equal(alone[list(range(2100 * share // 1000))][:, 0])
 
 
-def test_the_facts_of_a_mixture_contain_each_fingerprint(mixture):
+def test_a_mixture_has_the_vocabulary_and_all_fingerprints_of_its_folders(mixture):
     source = mixtures.open_mixture(mixture)
-    facts, (first, second) = data.facts_of(source), source.folders
-    assert (facts.vocab_size, facts.tokenizer) == (second.vocab_size, second.tokenizer_name)
+    first, second = source.folders
+    assert (source.vocab_size, source.tokenizer) == (second.vocab_size, second.tokenizer)
     expected = f"700/1000 of {first.fingerprint}, 300/1000 of {second.fingerprint}"
-    assert facts.fingerprint == expected
+    assert source.fingerprint == expected
 
 
 def test_the_order_of_a_mixture_has_not_changed(mixture):
@@ -178,14 +178,6 @@ def test_validation_of_a_mixture_keeps_its_shares(mixture, share, count):
     assert code == pytest.approx([i * 25 // len(code) for i in range(len(code))], abs=1)
 
 
-def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa: F811
-    write_folder(tmp_path / "run:1,x:0.5", 0, 20)
-    for path in (f"{tmp_path}/run:1,x:0.5", str(tokens)):
-        assert not data.names_mixture(path)
-    assert not data.names_mixture("nowhere:here")
-    assert data.names_mixture("nowhere:0.7") and data.names_mixture("a,b")
-
-
 @pytest.mark.parametrize(
     "shares, problem",
     [
@@ -200,14 +192,3 @@ def test_a_path_with_commas_and_colons_is_one_folder(tokens, tmp_path):  # noqa:
 def test_an_invalid_mixture_is_refused_with_the_reason(shares, problem):
     with pytest.raises(data.DataError, match=problem):
         mixtures.open_mixture(shares)
-
-
-def test_a_start_prints_the_shares_and_the_epochs(train, mixture, tmp_path):  # noqa: F811
-    run = train(1, f"--data {mixture} --max_steps 20")
-    assert run.status == 0
-    # 160 sequences: 112 from the 60 of web, 48 from the 25 of code
-    for name, sequences, epochs, share in (("web", 60, 1.87, 0.7), ("code", 25, 1.92, 0.3)):
-        assert (
-            f"{tmp_path}/{name}: {sequences} sequences; the run reads {epochs} epochs at a share "
-            f"of {share}" in run.printed
-        )

@@ -22,6 +22,7 @@ ROWS = {
 MUON = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
 
 RULES = (Muon, optim.AdamW)
+NAME = "blocks.0.matrix"
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -58,32 +59,28 @@ def test_a_skipped_step_leaves_the_momentum_alone():
     """A gradient that is not finite skips the update on all ranks."""
     matrix = nn.Parameter(torch.arange(6.0).view(2, 3) / 6)
     settings = optim.Settings(lr=0.1, max_steps=9, optimizer="muon", weight_decay=0.0)
-    optimizer = optim.Optimizer(
-        [("matrix", matrix)], lambda name: False, settings, lambda name: True, RULES
-    )
+    optimizer = optim.Optimizer([(NAME, matrix)], lambda name: False, settings, RULES)
     matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     optimizer.step(1, 0.1)
     weight = matrix.detach().clone()
-    momentum = optimizer.state()["momentum_buffer"]["matrix"].clone()
+    momentum = optimizer.state()["momentum_buffer"][NAME].clone()
     assert momentum.norm() > 0
     matrix.grad = torch.full((2, 3), torch.nan)
     values, _ = optimizer.step(2, 0.1)
     assert values["skipped_steps"] == 1 and values["skipped_in_a_row"] == 1
     assert torch.equal(matrix, weight)
-    assert torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
+    assert torch.equal(optimizer.state()["momentum_buffer"][NAME], momentum)
     matrix.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     values, _ = optimizer.step(3, 0.1)
     assert values["skipped_in_a_row"] == 0
-    assert not torch.equal(optimizer.state()["momentum_buffer"]["matrix"], momentum)
+    assert not torch.equal(optimizer.state()["momentum_buffer"][NAME], momentum)
 
 
 def test_the_first_update_is_orthogonal():
     """Its singular values lie around 1 times the scale, whatever those of the gradient are."""
     matrix = nn.Parameter(torch.zeros(8, 8))
     settings = optim.Settings(lr=1.0, max_steps=9, optimizer="muon", weight_decay=0.0)
-    optimizer = optim.Optimizer(
-        [("matrix", matrix)], lambda name: False, settings, lambda name: True, RULES
-    )
+    optimizer = optim.Optimizer([(NAME, matrix)], lambda name: False, settings, RULES)
     generator = torch.Generator().manual_seed(0)
     matrix.grad = torch.randn(8, 8, generator=generator)
     optimizer.step(1, 1.0)
@@ -93,16 +90,15 @@ def test_the_first_update_is_orthogonal():
 
 def test_statistics_use_raw_gradients_and_updated_weights():
     """For a matrix, which Muon updates, and a vector. A slot that a parameter lacks is nan."""
-    net = torch.nn.Linear(3, 2)
+    net = torch.nn.ModuleDict({"blocks": torch.nn.Linear(3, 2)})
     options = {"clip": "adaptive", "max_grad_norm_ratio": 0.5, "optimizer": "muon"}
     settings = optim.Settings(lr=0.1, warmup_steps=100, max_steps=200, **options)
-    everything = {"decays": lambda name: True, "is_hidden": lambda name: True, "rules": RULES}
-    optimizer = optim.Optimizer(net.named_parameters(), settings=settings, **everything)
-    net(torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
+    optimizer = optim.Optimizer(net.named_parameters(), lambda name: True, settings, RULES)
+    net["blocks"](torch.tensor([[0.1, -2.0, 3.0]])).sum().backward()
     grads = {name: p.grad.clone() for name, p in net.named_parameters()}
     old_weights = {name: p.detach().clone() for name, p in net.named_parameters()}
-    _, table = optimizer.step(1, lr=0.001, measure=True)
-    for (name, parameter), row in zip(net.named_parameters(), table.rows(), strict=True):
+    _, rows = optimizer.step(1, lr=0.001, measure=True)
+    for (name, parameter), row in zip(net.named_parameters(), rows, strict=True):
         weight = parameter.detach()
         update_norm = (weight - old_weights[name]).norm()
         want = {"update_norm": update_norm, "clipped": 1.0}

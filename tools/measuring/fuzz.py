@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import data
 import dist
 import prepare
-from errors import UsageError, plural
+from errors import UsageError
 from model import ModelConfig
+from text.sources import plural
 from tools import common
-from tools.common import NEW_RUN, Origin, Run, read_full
+from tools.common import Origin, Run, read_full
 from tools.measuring import parity
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
 from tools.planning.rehearse import leave_group
@@ -138,26 +138,23 @@ class RankPool:
             raise
 
 
-def train_on_mesh(run: Run, origin: Origin, data_path: str) -> RunLog:
-    return train_in(dist.start("cpu", TIMEOUT), run, origin, data_path)
+def train_on_mesh(run: Run, data_path: str) -> RunLog:
+    return train_in(dist.start("cpu", TIMEOUT), run, data_path)
 
 
-def train_alone(run: Run, origin: Origin, data_path: str) -> RunLog:
+def train_alone(run: Run, data_path: str) -> RunLog:
     """Train on this rank alone; all ranks but the first start from weights moved by an ulp."""
     rank = int(os.environ["RANK"])
-    store = torch.distributed.HashStore()
-    world = dist.World(0, 1, 0, 1, torch.device("cpu"), TIMEOUT, store)
-    dist.join_group(world, store)
+    world = common.fake_world(1)
+    common.join_group(world, torch.distributed.HashStore())
     run = dataclasses.replace(run, out=f"{run.out}-{rank}")
-    return train_in(world, run, origin, data_path, seed=rank or None)
+    return train_in(world, run, data_path, seed=rank or None)
 
 
-def train_in(
-    world: dist.World, run: Run, origin: Origin, data_path: str, seed: int | None = None
-) -> RunLog:
+def train_in(world: dist.World, run: Run, data_path: str, seed: int | None = None) -> RunLog:
     try:
         source = common.open_source(data_path)
-        return parity.train_watched(run, origin, source, world, seed)
+        return parity.train_watched(run, Origin(), source, world, seed)
     finally:
         leave_group()
 
@@ -174,19 +171,19 @@ class Fuzzer:
         self.root = root
         self.data_path = str(root / "tokens")
         write_tokens(root)
-        self.facts = data.facts_of(common.open_source(self.data_path))
-        self.flags = common.parse_flags(common.build_parser(), FLAGS.split())
+        self.source = common.open_source(self.data_path)
+        self.flags = common.parse_flags(FLAGS.split())
         self.reference = functools.cache(self.train_reference)
         self.count = 0  # runs so far
 
-    def resolve(self, draw: dict, mesh: str) -> tuple[Run, Origin]:
-        """Return a draw's run on a mesh, and its origin. Raises UsageError and MeshError."""
+    def resolve(self, draw: dict, mesh: str) -> Run:
+        """Return a draw's run on a mesh. Raises UsageError and MeshError."""
         strategy, *shape = mesh.split("-")
         dp_replicate, dp_shard, tp = map(int, shape)
         dp_size = dp_replicate * dp_shard
         sequences = self.flags["global_batch_size"] // dp_size  # of a rank
         flags = self.flags | {
-            **{name: value for name, value in draw.items() if name in common.FLAGS},
+            **common.known_flags(draw),
             "micro_batch_size": max(1, sequences // draw["grad_accum_steps"]),
             "strategy": strategy,
             "dp_replicate": dp_replicate,
@@ -195,18 +192,17 @@ class Fuzzer:
             "out": str(self.root / f"run-{self.count}"),
         }
         sizes = {name: draw[name] for name in ("n_kv_head", "tied", "vocab_size")}
-        origin = dataclasses.replace(NEW_RUN, model_config=ModelConfig(**SIZES, **sizes))
-        size = dp_size * tp
-        return common.resolve(flags, common.fake_machine(size), self.facts, origin), origin
+        model_config = ModelConfig(**SIZES, **sizes)
+        return common.resolve(flags, common.fake_world(dp_size * tp), self.source, model_config)
 
     def is_possible(self, draw: dict) -> bool:
         """Whether the draw's meshes fit its model and its batch."""
         try:
-            for mesh in meshes_of(draw):
-                self.resolve(draw, mesh)
+            runs = [self.resolve(draw, mesh) for mesh in meshes_of(draw)]
         except (UsageError, dist.MeshError):
             return False
-        return True
+        # The other sizes can be split over up to four ranks of a tp group.
+        return not any(draw[name] % run.tp for run in runs for name in ("n_kv_head", "vocab_size"))
 
     def train_reference(self, *model: tuple) -> tuple[RunLog, dict[str, float]]:
         """Train a model on one rank; return its log, and how far a mesh may be from it.
@@ -214,9 +210,9 @@ class Fuzzer:
         PERTURBED other ranks train it as well, each alone and from weights moved by an ulp.
         """
         self.count += 1
-        run, origin = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
+        run = self.resolve(SIMPLEST | dict(model), SIMPLEST["mesh"])
         logs = []
-        found = self.on_ranks(1 + PERTURBED, train_alone, run, origin, self.data_path)
+        found = self.on_ranks(1 + PERTURBED, train_alone, run, self.data_path)
         for rank, log in enumerate(found):
             logs.append(with_weights(log, f"{run.out}-{rank}"))
         alone, *perturbed = logs
@@ -229,10 +225,9 @@ class Fuzzer:
         meshes = meshes_of(draw)
         squares = None
         for part, mesh in enumerate(meshes, start=1):
-            run, origin = self.resolve(draw, mesh)
+            run = self.resolve(draw, mesh)
             run = dataclasses.replace(run, max_steps=STEPS * part // len(meshes))
-            size = run.dp_size * run.tp
-            log, *_ = self.on_ranks(size, train_on_mesh, run, origin, self.data_path)
+            log, *_ = self.on_ranks(run.dp_size * run.tp, train_on_mesh, run, self.data_path)
             squares = squares or log.squares  # of step 1
         log = dataclasses.replace(with_weights(log, run.out), squares=squares)
         shutil.rmtree(run.out)

@@ -5,13 +5,13 @@ runs on one rank that start with weights moved by an ulp (after TTrace, arXiv 25
 """
 
 import contextlib
-import functools
 import math
 import statistics
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import dist
 import optim
-from data import Source
-from errors import RunError
+from data import TokenFolder
 from tools import common
 from tools.common import Origin, Run, State
 from tools.measuring.runs import read_rows
@@ -86,20 +85,21 @@ class RunLog:
 def train_watched(
     run: Run,
     origin: Origin,
-    source: Source,
+    source: TokenFolder,
     world: dist.World,
     seed: int | None = None,
 ) -> RunLog:
     """Train as train.py does. With a `seed`, start from weights that are moved by an ulp.
 
-    The run continues if its folder has a checkpoint, else it starts at `origin`. Raises RunError
-    if a signal stops it.
+    The run continues if its folder has a checkpoint, else it starts at `origin`. Raises
+    KeyboardInterrupt if a signal stops it.
     """
-    found = common.find_origin(["--out", run.out], world)
+    dist.on_rank0(partial(Path(run.out).mkdir, parents=True, exist_ok=True))
+    _, found = common.find_origin({"out": run.out}, world)
     start = common.open_start(run, found if found.path else origin, source, world)
     squares = Counter()
     with contextlib.redirect_stdout(None):
-        state = common.build(run, start.mesh)
+        state = common.build(run, start.mesh, common.empty_model(run))
         common.load(state, start)
         state.model.eval()  # a fork's dropout would differ from mesh to mesh
         if seed is not None:
@@ -107,7 +107,7 @@ def train_watched(
         if not run.compile:
             squares = sum_outputs(state)
         if common.train(state, run, start) != 0:
-            raise RunError("stopped by a signal")
+            raise KeyboardInterrupt
     of_all_ranks = sum(dist.on_all_ranks(squares.copy), Counter())
     return RunLog(*dist.on_rank0(read_logs, Path(run.out)), of_all_ranks)
 
@@ -137,7 +137,7 @@ def sum_outputs(state: State) -> Counter:
 
     for name, layer in state.decoder.named_modules():
         if not any(layer.children()) and name != "head":  # which returns the loss
-            layer.register_forward_hook(functools.partial(add, name))
+            layer.register_forward_hook(partial(add, name))
     return squares
 
 

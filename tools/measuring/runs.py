@@ -1,14 +1,13 @@
 """The log of a run, read for tables and comparisons."""
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from errors import UsageError, plural
-from log import drop_void, read_all_rows, read_log
+from errors import UsageError
+from log import read_rows as read_all_rows
 
 # A parameter's difference counts only if it exceeds GROWTH times all earlier ones. Rounding errors
 # grow too: in float32, those above the default tolerance grew 12-fold in a step, 41-fold in ten.
@@ -84,14 +83,8 @@ def read_all(folders: list[str]) -> list[Log]:
 def read(folder: str, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is not one."""
     run = Path(folder)
-    file = run / "metrics.jsonl"
-    found, torn = read_all_rows(file)
-    if torn:
-        print(f"{file}: {plural(torn, 'line')} skipped: not JSON", file=sys.stderr)
-    starts = [row for row in found if row.get("event") == "start"]
-    if not starts:
-        raise UsageError(f"{folder} is not the folder of a run that has started")
-    training, val = with_times([with_nan(row) for row in drop_void(found)])
+    starts = read_starts(run)
+    training, val = with_times(read_rows(run / "metrics.jsonl"))
     if not training:
         raise UsageError(f"{folder} has no training row yet: let it run until its first one")
     losses = {}
@@ -106,14 +99,34 @@ def read(folder: str, name: str) -> Log:
     return Log(name, run, starts, training, val, values)
 
 
-def with_nan(row: dict) -> dict:
-    """Replace null, which stands for any value that is not finite, by nan."""
-    return {name: math.nan if value is None else value for name, value in row.items()}
+def read_starts(run: Path) -> list[dict]:
+    """Return the rows of the starts of a run. Raises UsageError if there are none."""
+    starts = [row for row in rows_of(run / "metrics.jsonl") if row.get("event") == "start"]
+    if not starts:
+        raise UsageError(f"{run} is not the folder of a run that has started")
+    return starts
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the rows of a log that count, with nan for null."""
-    return [with_nan(row) for row in read_log(path)]
+    """Return the rows of a log that count, with nan for null, which stands for any such value.
+
+    Starts, and the rows of steps that a later start repeats, do not count.
+    """
+    valid = []
+    for row in rows_of(path):
+        if row.get("event") == "start":
+            valid = [earlier for earlier in valid if earlier["step"] <= row["step"]]
+        else:
+            valid.append(
+                {name: math.nan if value is None else value for name, value in row.items()}
+            )
+    return valid
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Return all rows of a log, but not the notes that a user has added."""
+    rows = read_all_rows(path)
+    return [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
 
 
 def with_times(rows: list[dict]) -> tuple[list[dict], list[dict]]:

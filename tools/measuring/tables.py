@@ -4,6 +4,8 @@ from argparse import ArgumentParser
 
 import errors
 
+positive_number = errors.number(float, 1e-12)  # a type of argparse
+
 
 def add_flags(parser: ArgumentParser, flags: dict[str, dict]) -> None:
     """Add `flags`, a dict from flag to argparse options."""

@@ -1,4 +1,4 @@
-"""The kernels of a GPU, or of a CPU, for a model without values on the meta device.
+"""The kernels of a GPU, for a step of fake tensors that are on a CPU.
 
 A rehearsal needs them: what a kernel keeps for backward decides the memory of a step.
 """
@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-import model
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -20,40 +18,6 @@ def attention_flops(
     B, H, T, d_head = q
     flops = 2 * (2 * B * H * T * k[-2] * d_head)  # two products, a multiply and an add each
     return flops // 2 if is_causal else flops
-
-
-def choose_kernels(net: nn.Module, on_gpu: bool) -> None:
-    """Make a model without values allocate what it would on a GPU, or on a CPU."""
-    kernels = Kernels(on_gpu)
-    layers = [layer for block in net.blocks for layer in block.children()]
-    # In hooks: autograd switches modes off in backward, where a block may be computed again.
-    for module in (net.embed, *layers, net.norm, net.head):
-        module.register_forward_pre_hook(kernels.enter)
-        module.register_forward_hook(kernels.leave, always_call=True)
-
-
-class Kernels(TorchFunctionMode):
-    """Replaces the functions that choose a kernel by the device of their tensors."""
-
-    def __init__(self, on_gpu: bool):
-        super().__init__()
-        self.on_gpu = on_gpu
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is model.is_gpu:
-            return self.on_gpu
-        if function is F.scaled_dot_product_attention:
-            return flash_attention(*args, **kwargs)
-        if function is F.rms_norm and self.on_gpu:
-            return FusedRMSNorm.apply(args[0], kwargs["weight"])
-        return function(*args, **kwargs)
-
-    def enter(self, *_) -> None:
-        self.__enter__()
-
-    def leave(self, *_) -> None:
-        self.__exit__(None, None, None)
 
 
 def flash_attention(
@@ -76,6 +40,11 @@ def flash_attention(
     return y
 
 
+def rms_norm(x: Tensor, shape: tuple, weight: Tensor | None = None, eps: float | None = None):
+    """F.rms_norm with the kernel of a GPU."""
+    return FusedRMSNorm.apply(x, weight)
+
+
 class FusedRMSNorm(torch.autograd.Function):
     """Reads and writes what the GPU's kernel does, whose operator has no CPU implementation."""
 
@@ -89,3 +58,35 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(context, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = context.saved_tensors
         return grad * x, None if weight is None else torch.empty_like(weight)
+
+
+# What a step asks to choose a kernel, or calls to run one -> what it gets
+ON_GPU = {
+    Tensor.is_cuda.__get__: lambda tensor: True,
+    Tensor.is_cpu.__get__: lambda tensor: False,
+    F.scaled_dot_product_attention: flash_attention,
+    F.rms_norm: rms_norm,
+}
+
+
+def choose_gpu_kernels(net: nn.Module) -> None:
+    """Make a model of fake tensors allocate what it would on a GPU."""
+    kernels = GPUKernels()
+    layers = [layer for block in net.blocks for layer in block.children()]
+    # In hooks: autograd switches modes off in backward, where a block may be computed again.
+    for module in (net.embed, *layers, net.norm, net.head):
+        module.register_forward_pre_hook(kernels.enter)
+        module.register_forward_hook(kernels.leave, always_call=True)
+
+
+class GPUKernels(TorchFunctionMode):
+    """Answers as if all tensors were on a GPU, and calls kernels like those of a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return ON_GPU.get(function, function)(*args, **kwargs or {})
+
+    def enter(self, *_) -> None:
+        self.__enter__()
+
+    def leave(self, *_) -> None:
+        self.__exit__(None, None, None)

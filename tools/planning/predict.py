@@ -13,12 +13,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 import dist
-from data import DataFacts
-from dist import Machine
+from data import TokenFolder
+from dist import World
 from errors import UsageError
-from model import meta_model
-from tools.common import NEW_RUN, PEAK_TFLOPS, Origin, Run, resolve
+from model import ModelConfig, meta_model
+from tools.common import Run, fake_world, resolve
 from tools.planning.rehearse import Communication, Operation, Rehearsal
 
 # Speed of attention relative to large matrix products. FlashAttention-2: forward 178 to 187 of 271
@@ -62,13 +64,14 @@ class Device:
     """
 
     kind: str  # torch's device type: cuda or cpu
-    name: str | None  # the key of its peak in config.PEAK_TFLOPS
-    products: float  # the share of that peak that the fastest matrix products reach
+    name: str  # as torch.cuda.get_device_name returns it
+    peak: float | None  # TFLOP/s in bfloat16, dense and accumulated in float32; None: unknown
+    products: float  # the share of the peak that the fastest matrix products reach
     memory: int | None  # torch's total_memory; None stands for this machine's memory
     memory_bandwidth: float
     intra_bandwidth: float  # from a device to the other devices of its host
     nic_bandwidth: float  # of a device's share of its host's network cards
-    float32: float | None = None  # peak FLOP/s in float32, if bfloat16 is only emulated
+    float32: float | None = None  # peak TFLOP/s in float32, if bfloat16 is only emulated
     attention: float = ATTENTION
     stream: float = STREAM
     measured: str = ""  # the file that `products`, `attention` and `stream` are from
@@ -78,56 +81,87 @@ class Device:
 WORKSTATION = 0.85
 
 GIB = 1 << 30
+# peak: data sheets, where a figure "with sparsity" is twice as high, and amd.com. The MI355X's page
+# rounds to 2,500: this is 1,024 matrix cores x 512 multiply-adds per clock x 2 x 2.4 GHz.
 # products: github.com/stas00/ml-engineering, compute/accelerator: 271.2 of 312 TFLOP/s on the A100,
 # 794.5 of 989 on H100 and H200, 828.6 of 989 on a 900 W GH200, 1,745 of 2,250 on the B200, 1,769
 # of 2,250 on the B300, 668.4 and 784.9 of 1,307 on MI300X and MI325X, 1,565 of 2,517 on the MI355X
 DEVICES = {
     # A100 data sheet 1758950: 2.0 TB/s, NVLink 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
-    "a100": Device("cuda", "NVIDIA A100-SXM4-80GB", 0.869, int(79.2 * GIB), 2.04e12, 300e9, 25e9),
+    "a100": Device(
+        "cuda", "NVIDIA A100-SXM4-80GB", 312, 0.869, int(79.2 * GIB), 2.04e12, 300e9, 25e9
+    ),
     # nvidia.com/en-us/data-center/h100: 3.35 TB/s, 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
-    "h100": Device("cuda", "NVIDIA H100 80GB HBM3", 0.803, int(79.1 * GIB), 3.35e12, 450e9, 50e9),
+    "h100": Device(
+        "cuda", "NVIDIA H100 80GB HBM3", 989, 0.803, int(79.1 * GIB), 3.35e12, 450e9, 50e9
+    ),
     # nvidia.com/en-us/data-center/h200: 4.8 TB/s, the rest like the H100
-    "h200": Device("cuda", "NVIDIA H200", 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
+    "h200": Device("cuda", "NVIDIA H200", 989, 0.803, int(139.7 * GIB), 4.8e12, 450e9, 50e9),
     # DGX B200 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 400 Gb/s
-    "b200": Device("cuda", "NVIDIA B200", 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
+    "b200": Device("cuda", "NVIDIA B200", 2250, 0.776, int(178.3 * GIB), 8e12, 900e9, 50e9),
     # DGX B300 data sheet: 8 TB/s, 1.8 TB/s both ways, 8 x 800 Gb/s
-    "b300": Device("cuda", "NVIDIA B300 SXM6 AC", 0.786, int(267.7 * GIB), 8e12, 900e9, 100e9),
+    "b300": Device(
+        "cuda", "NVIDIA B300 SXM6 AC", 2250, 0.786, int(267.7 * GIB), 8e12, 900e9, 100e9
+    ),
     # GH200 data sheet 3011356, 96 GB: 4 TB/s; four in a host: 900 GB/s both ways. Each has a card
     # of 200 Gb/s, as in Alps (HPE Slingshot 11); in other hosts it is 400 Gb/s.
-    "gh200": Device("cuda", "NVIDIA GH200 120GB", 0.838, int(94.5 * GIB), 4e12, 450e9, 25e9),
+    "gh200": Device("cuda", "NVIDIA GH200 120GB", 989, 0.838, int(94.5 * GIB), 4e12, 450e9, 25e9),
     # Data sheets: 5.3, 6 and 8 TB/s; 7 Infinity Fabric links of 128, 128 and 153 GB/s both ways.
     # Each has a card of 400 Gb/s: from github.com/AMD-AGI/Primus for the MI325X, else assumed.
-    "mi300x": Device("cuda", "AMD Instinct MI300X", 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9),
-    "mi325x": Device("cuda", "AMD Instinct MI325X", 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9),
-    "mi355x": Device("cuda", "AMD Instinct MI355X", 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9),
+    "mi300x": Device(
+        "cuda", "AMD Instinct MI300X", 1307.4, 0.511, int(192.0 * GIB), 5.3e12, 448e9, 50e9
+    ),
+    "mi325x": Device(
+        "cuda", "AMD Instinct MI325X", 1307.4, 0.600, int(256.0 * GIB), 6e12, 448e9, 50e9
+    ),
+    "mi355x": Device(
+        "cuda", "AMD Instinct MI355X", 2516.6, 0.622, int(288.0 * GIB), 8e12, 535e9, 50e9
+    ),
     # Workstation cards: 10 Gb/s Ethernet for 8 of them is assumed. GeForces have no peer-to-peer
     # copies, so NCCL sends through host memory: give your own --intra_host_bandwidth.
     # Ada and RTX Blackwell whitepapers, Appendix A: 1,008 and 1,792 GB/s, PCIe 4.0 and 5.0 x 16
     "rtx4090": Device(
-        "cuda", "NVIDIA GeForce RTX 4090", WORKSTATION, int(23.6 * GIB), 1.008e12, 32e9, 0.16e9
+        "cuda",
+        "NVIDIA GeForce RTX 4090",
+        165.2,
+        WORKSTATION,
+        int(23.6 * GIB),
+        1.008e12,
+        32e9,
+        0.16e9,
     ),
     "rtx5090": Device(
-        "cuda", "NVIDIA GeForce RTX 5090", WORKSTATION, int(31.3 * GIB), 1.792e12, 64e9, 0.16e9
+        "cuda",
+        "NVIDIA GeForce RTX 5090",
+        209.5,
+        WORKSTATION,
+        int(31.3 * GIB),
+        1.792e12,
+        64e9,
+        0.16e9,
     ),
     # RTX A6000 data sheet: 768 GB/s, PCIe 4.0 x 16; L40S data sheet: 864 GB/s, PCIe 4.0 x 16
     "a6000": Device(
-        "cuda", "NVIDIA RTX A6000", WORKSTATION, int(47.5 * GIB), 0.768e12, 32e9, 0.16e9
+        "cuda", "NVIDIA RTX A6000", 154.8, WORKSTATION, int(47.5 * GIB), 0.768e12, 32e9, 0.16e9
     ),
-    "l40s": Device("cuda", "NVIDIA L40S", WORKSTATION, int(44.4 * GIB), 0.864e12, 32e9, 0.16e9),
+    "l40s": Device(
+        "cuda", "NVIDIA L40S", 362, WORKSTATION, int(44.4 * GIB), 0.864e12, 32e9, 0.16e9
+    ),
     # V100 data sheet: 900 GB/s, NVLink 300 GB/s both ways, float32 15.7 TFLOP/s, bfloat16 only
     # emulated; DGX-1: 4 x 100 Gb/s for 8
     "v100": Device(
         "cuda",
         "Tesla V100-SXM2-32GB",
+        None,
         WORKSTATION,
         int(31.7 * GIB),
         0.9e12,
         150e9,
         6.25e9,
-        float32=15.7e12,
+        float32=15.7,
     ),
     # A server core, with 10 Gb/s Ethernet for 8 cores: give the bandwidths of your own machines
-    "cpu": Device("cpu", None, 1.0, None, 10e9, 2e9, 0.16e9),
+    "cpu": Device("cpu", "", None, 1.0, None, 10e9, 2e9, 0.16e9),
 }
 
 # examples/gpu.py writes a.json here, in a folder for each device.
@@ -139,11 +173,11 @@ def with_measured(device: Device, folder: Path = RESULTS) -> Device:
     for file in sorted(folder.glob("*/a.json")):
         found = json.loads(file.read_text())
         speeds = found["steps"]["ceilings"].get("figures")
-        if found["device"] == device.name in PEAK_TFLOPS and speeds:
+        if found["device"] == device.name and speeds:
             product = speeds["products, TFLOP/s"]
             return dataclasses.replace(
                 device,
-                products=product / PEAK_TFLOPS[device.name],
+                products=product / device.peak,
                 attention=speeds["attention, TFLOP/s"] / product,
                 stream=1e12 * speeds["copy, TB/s"] / device.memory_bandwidth,
                 measured=str(file.relative_to(folder.parent)),
@@ -198,12 +232,11 @@ class Cluster:
         return math.ceil(self.world_size / self.links.local_size)
 
     @property
-    def machine(self) -> Machine:
-        return Machine(
-            world_size=self.world_size,
-            local_size=self.links.local_size,
-            device_type=self.device.kind,
-            device_name=self.device.name or "",
+    def world(self) -> World:
+        return dataclasses.replace(
+            fake_world(self.world_size, local_size=self.links.local_size),
+            device=torch.device(self.device.kind),
+            device_name=self.device.name,
             has_bfloat16=self.has_bfloat16,
         )
 
@@ -214,24 +247,24 @@ class Request:
 
     flags: dict  # as common.parse_flags returns them
     cluster: Cluster
-    data_facts: DataFacts
-    origin: Origin = NEW_RUN  # the checkpoint of --init_from, or the run of --run
+    source: TokenFolder
+    saved_model: ModelConfig | None = None  # of the checkpoint of --init_from, or of --run
 
     def resolve(self) -> Run:
         """Return the run on the cluster. Raises UsageError and MeshError."""
-        return resolve(self.flags, self.cluster.machine, self.data_facts, self.origin)
+        return resolve(self.flags, self.cluster.world, self.source, self.saved_model)
 
 
 def peak_flops(cluster: Cluster, run: Run) -> float:
     """Return the peak FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
-    if run.peak_tflops is None and run.dtype == "float32" and cluster.device.float32:
-        return cluster.device.float32
-    if run.peak_tflops is None:
+    device = cluster.device
+    peak = run.given.peak_tflops or (device.peak if run.dtype == "bfloat16" else device.float32)
+    if peak is None:
         raise UsageError(
             f"the speed of --device_type {cluster.device_type} with --dtype {run.dtype} is not "
             "known: give --peak_tflops, the dense TFLOP/s of one device"
         )
-    return run.peak_tflops * 1e12
+    return peak * 1e12
 
 
 def operation_seconds(row: Operation, peak: float, cluster: Cluster) -> float:

@@ -16,9 +16,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -42,7 +41,7 @@ import optim
 from extras.profile import CommunicationCounter, Traffic
 from tools import common
 from tools.common import Run
-from tools.planning.kernels import ATTENTION, attention_flops, choose_kernels
+from tools.planning.kernels import ATTENTION, GPUKernels, attention_flops, choose_gpu_kernels
 
 # --------------------------------------------------------------------------------------------------
 # Results
@@ -118,14 +117,8 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
     """
     world_size = math.prod(run.mesh_shape)
     with fake_group(rank, world_size):
-        world = dist.World(
-            rank=rank,
-            size=world_size,
-            local_rank=rank,  # as if on one host: no count depends on hosts
-            local_size=world_size,
-            device=torch.device("cpu"),  # on "cuda" FSDP would need a GPU's streams
-            timeout=timedelta(minutes=1),
-        )
+        # On "cuda" FSDP would need a GPU's streams. No count depends on hosts.
+        world = common.fake_world(world_size, rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run shows them
             eager = dataclasses.replace(run, compile=False, optim_metrics_interval=0)
@@ -169,9 +162,9 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     recorder = Recorder(fakes)
     net = common.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
-        choose_kernels(net, on_gpu=True)
+        choose_gpu_kernels(net)
     with fakes, recorder, no_garbage_collection():
-        state = common.build(run, mesh, net, init_weights=False)
+        state = common.build(run, mesh, net, init=False)
         state.step = 1
         state.optimizer = recorder.follow(mesh, run, state)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
@@ -184,7 +177,8 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
             recorder.forget_counts()
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
-            common.train_step(state, batches, dataclasses.replace(run, grad_accum_steps=len(times)))
+            short = dataclasses.replace(run, grad_accum_steps=len(times))
+            common.train_step(state, batches, short, run.lr)
     return Rehearsal(
         run=run,
         parameters=state.decoder.parameter_count(),
@@ -549,11 +543,12 @@ class Recorder(TorchDispatchMode):
         self.mark_gradients(net)
         state.model.register_forward_hook(lambda *_: self.begin("backward"))
 
-        def step(*arguments) -> tuple[dict, optim.ParameterTable | None]:
+        def step(*arguments) -> tuple[dict, list]:
             self.begin("optimizer")
             self.mark_gradients(net)
             self.state = self.state_bytes()
-            return optimizer.step(*arguments)
+            with nullcontext() if run.device == "cpu" else GPUKernels():
+                return optimizer.step(*arguments)
 
         return SimpleNamespace(step=step)
 
