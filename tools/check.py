@@ -354,12 +354,8 @@ def check_ranks(options: argparse.Namespace, flags: dict) -> int:
     with dist.name_lost_rank(world):
         ranks = Ranks(flags, options.out, world)
         check = run_check(ranks)
-        if world.rank == 0:
-            print(check, flush=True)
-            if options.json:
-                write_json(ranks, options, check)
-            if not check.problems:
-                shutil.rmtree(ranks.folder, ignore_errors=True)
+        # The others wait: when one of them ends with status 1, torchrun ends rank 0.
+        dist.on_rank0(report, ranks, options, check)
     torch.distributed.destroy_process_group()
     return int(check.status == "FAIL")
 
@@ -377,6 +373,15 @@ def run_check(ranks: Ranks) -> Check:
             check.problems.append(f"see {ranks.folder}")
             break
     return check
+
+
+def report(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
+    """Print and write the results, and remove the runs if all is well."""
+    print(check, flush=True)
+    if options.json:
+        write_json(ranks, options, check)
+    if not check.problems:
+        shutil.rmtree(ranks.folder, ignore_errors=True)
 
 
 def write_json(ranks: Ranks, options: argparse.Namespace, check: Check) -> None:
