@@ -226,7 +226,7 @@ def starting_with(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 MORE_CASES = pytest.mark.slow(proves="sizes and sequences of real runs, other settings")
-QUICK = ("accumulation", "adaptive")
+QUICK = ("accumulation", "adaptive", "long")
 
 
 @pytest.mark.parametrize(
