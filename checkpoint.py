@@ -175,8 +175,8 @@ def index_of(state: dict, boxes: Sequence[dict]) -> list[dict]:
     for name, tensor in flatten(state):
         cut = cut_of(tensor)
         if cut not in groups:
-            writers = {boxes_of_rank[cut]: rank for rank, boxes_of_rank in enumerate(boxes)}
-            chunks = [[rank, *box] for box, rank in writers.items() if math.prod(box[1]) > 0]
+            writer_of = {boxes_of_rank[cut]: rank for rank, boxes_of_rank in enumerate(boxes)}
+            chunks = [[rank, *box] for box, rank in writer_of.items() if math.prod(box[1]) > 0]
             if sum(math.prod(shape) for _, _, shape in chunks) != tensor.numel():
                 raise CheckpointError(f"the ranks' parts of {name} do not make up the tensor")
             dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
@@ -337,8 +337,11 @@ class Saver:
                 raise CheckpointError(problem)
             others = self.extra_files, self.on_all_ranks, chunks
             row["bytes"] = save_state(path, state, manifest, *others)
-            remove_old(self.run, step, self.keep_last, self.keep_every)
+            with contextlib.suppress(OSError):  # the new checkpoint is complete
+                remove_old(self.run, step, self.keep_last, self.keep_every)
         except Exception as error:
+            if type(error) is RuntimeError and "gloo/" in str(error):
+                raise  # a rank is lost: see dist.name_lost_rank
             self.failure = f"cannot write {path}: {error or repr(error)}"
             row |= {"event": "checkpoint_failed", "error": self.failure}
         row["seconds"] = time.perf_counter() - began + (blocking_seconds or 0.0)

@@ -88,10 +88,8 @@ def build_parser() -> errors.Parser:
     parser.add_argument("--config", default=argparse.SUPPRESS, help=help)
     for owner in Config.__mro__[:-1]:  # object has none
         group = parser.add_argument_group(f"{owner.__module__}.py")
-        hints = get_type_hints(owner, include_extras=True)
         for name in owner.__annotations__:
-            if hints[name] == HINTS[name]:  # optim.Settings has a device, which is dist.py's flag
-                add_flag(group, name)
+            add_flag(group, name)
     return parser
 
 
@@ -210,6 +208,7 @@ def resolve(
     values = {name: getattr(given, name) for name in KINDS}
     values |= {name: defaults.get(name) for name in values if values[name] in COMPUTED}
     values |= {name: getattr(model_config, name) for name in SIZE_FLAGS}
+    dist.blocks_per_unit(values["wrap"])  # raises if no unit has this name
     if values["min_lr"] > values["lr"]:
         raise UsageError(f"--min_lr {given.min_lr} is above the peak learning rate {values['lr']}")
 

@@ -285,12 +285,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, run: Settings, dtype: torch.dtype)
 
         forward     gather unit 1   compute 1, gather 2   compute 2, gather 3   ...
                                     free 1                free 2
-        backward    gather unit n   compute n, gather n-1      compute n-1, gather n-2   ...
-                                    free n, reduce_scatter n   free n-1, reduce_scatter n-1
+        backward    gather n-1      compute n-1, gather n-2        compute n-2, gather n-3   ...
+                                    free n-1, reduce_scatter n-1   free n-2, reduce_scatter n-2
 
-    "gather" is an all_gather in `dtype`. In forward, a GPU gathers early because its host runs
-    ahead; a CPU gathers a unit when it needs it. Gradients are reduced in float32, in the
-    micro-batches that `gradient_sync` chooses.
+    "gather" is an all_gather in `dtype`. Unit n and the root keep their weights between the passes.
+    In forward, a GPU gathers early because its host runs ahead; a CPU gathers a unit when it needs
+    it. Gradients are reduced in float32, in the micro-batches that `gradient_sync` chooses.
     """
     # Inputs keep their dtype: the model casts them, except the RoPE table, which stays in float32.
     policy = MixedPrecisionPolicy(
@@ -504,17 +504,17 @@ def name_lost_rank(world: World) -> Iterator[None]:
     It catches the errors of gloo, with which hosts wait for each other in every step: a time-out or
     a lost connection.
     """
-    limit = timedelta(seconds=10)
+    answer_within = timedelta(seconds=10)
     group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
-    _set_pg_timeout(2 * limit, group)  # counts if rank 0 hangs; `limit` if another one does
+    # In the barrier, rank 0 waits `answer_within` for each other rank, and they wait twice that.
+    _set_pg_timeout(2 * answer_within, group)
     try:
         yield
     except RuntimeError as error:
-        is_ours = hasattr(error, "exit_status")
-        if is_ours or "gloo/" not in str(error):  # the source file that gloo's errors name
+        if hasattr(error, "exit_status") or "gloo/" not in str(error):  # a file of gloo's code
             raise
         try:
-            torch.distributed.monitored_barrier(group, limit, wait_all_ranks=True)
+            torch.distributed.monitored_barrier(group, answer_within, wait_all_ranks=True)
         except RuntimeError as lost:
             reason = str(lost).strip().partition("\n")[0]
             text = f"a rank died or hangs ({reason}): see its host, and what it printed"

@@ -190,7 +190,7 @@ class Optimizer:
         for parameter in self.parameters.values():
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-                # Under tp without FSDP, each rank has a partial sum of a norm weight's gradient.
+                # Partial sums of a norm weight's gradient, under tp: FSDP adds them, or else this.
                 parameter.grad = grad.redistribute(placements=parameter.placements)
         return [local(parameter.grad) for parameter in self.parameters.values()]
 

@@ -10,8 +10,6 @@ OUT/config.json      the flags as given, in this start or an earlier one; editin
     metrics.jsonl    one row per start, log_interval, evaluation and checkpoint
     optim.jsonl      one row per parameter, with --optim_metrics_interval
     checkpoints/     see checkpoint.py
-    profile/         with --profile
-    wandb/           with --tracker wandb, and wandb_id
     lock             held while a run writes to the folder
 """
 
@@ -34,7 +32,7 @@ from checkpoint import CheckpointError
 from config import KINDS, SIZE_FLAGS, Config, Run
 from errors import UsageError, hold_lock, import_extra
 from log import has_evaluation, has_saved
-from model import ModelConfig
+from model import SIZES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -170,10 +168,13 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     path, notes = newest_intact(named, world)
     manifest = dist.on_rank0(checkpoint.read_manifest, path)
     recorded = manifest.get("config", {})  # tools.hf writes none
-    # The sizes are those of the checkpoint's model.
+    # Recorded parts come before all other flags, but sizes are those of the checkpoint's model.
     parts = [name for name, kind in KINDS.items() if kind == "part" and name not in SIZE_FLAGS]
     inherited = parts if continues else ["model"]
-    flags = {name: recorded[name] for name in inherited if name in recorded} | flags
+    defaults = {name: recorded[name] for name in inherited if name in recorded}
+    if defaults.get("model") not in SIZES:  # but the path of imported weights
+        defaults.pop("model", None)
+    flags = defaults | flags
     origin = Origin(
         path=path,
         manifest=manifest,
@@ -205,8 +206,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
     Raises UsageError if there are none.
     """
-    is_checkpoint = (path / "manifest.json").is_file()
-    found = [path] if is_checkpoint else checkpoint.list_checkpoints(path)
+    found = [path] if (path / "manifest.json").is_file() else checkpoint.list_checkpoints(path)
     if not found:
         raise UsageError(f"{path} contains no checkpoint: name a run folder or a checkpoint")
     return found

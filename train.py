@@ -3,7 +3,7 @@
 One step of two ranks with fsdp, which gathers the weights of one unit at a time (--wrap): a block,
 several blocks or, for a small model, all. Between steps each rank holds half of every tensor.
 
-    forward    per unit: all_gather the weights, compute, free them (the last unit keeps them)
+    forward    per unit: all_gather the weights, compute, free them (but not the last and the root)
     backward   per unit: all_gather the weights, unless kept, compute, free them;
                in the last micro-batch: reduce_scatter the gradients
     update     norms of the halves: one small all_reduce; clip; each rank updates its halves
@@ -129,7 +129,7 @@ def train(state: State, run: Run, start: Start) -> int:
     saver = open_saver(run, start, log)
     stop = dist.StopRequest(start.world)
     profiled = profile_steps(run, start, in_flight=[stop, saver])
-    write_start(run, start, log)  # until here, nothing is written to the run folder
+    write_start(run, start, log)  # until here, only the lock is in the run folder
     first_step = state.step + 1
     saved_step = state.step
     stopped = False
@@ -168,7 +168,7 @@ def train(state: State, run: Run, start: Start) -> int:
             saved_step = state.step
         if state.step % 100 == 0:
             gc.collect(1)  # on all ranks in the same step
-    if saved_step < state.step:
+    if saved_step < state.step:  # a signal has ended an evaluation
         save(state, run, saver)
     saver.close()
     stop.close()
@@ -182,8 +182,8 @@ def report_stop(step: int) -> int:
     say(f"stopped after step {step}; the same command continues")
     # 75 (EX_TEMPFAIL) asks a scheduler to start the run again. torchrun --max-restarts would
     # restart a failed run at once.
-    will_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    return 0 if will_restart else os.EX_TEMPFAIL
+    restarts_failures = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return 0 if restarts_failures else os.EX_TEMPFAIL
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -245,7 +245,7 @@ def load(state: State, start: Start) -> None:
 def micro_batches(run: Run, start: Start, step: int) -> Iterator[Tensor]:
     """Yield this rank's micro-batches (B, T + 1), on its device, of all steps after `step`.
 
-    Which sequences a step reads depends only on the seed and the step.
+    Which sequences a step reads depends only on the seed, the global batch size and the step.
     """
     steps = range(step + 1, run.max_steps + 1)
     place = dist.dp_rank(start.mesh), run.dp_size
@@ -357,7 +357,8 @@ def train_or_evaluate(run: Run, start: Start) -> int:
     state = build(run, start.mesh, decoder, init=origin.path is None)
     load(state, start)
     if run.eval_only:
-        say(f"{origin.path} on {run.data}: val_loss {evaluate(state, start.val_batches):.6f}")
+        val_loss = evaluate(state, start.val_batches)
+        say(f"{origin.path} on {run.data}: val_loss {val_loss:.6f}")
         return 0
     if run.dry_run:
         say("--dry_run: all is ready for the first step; nothing was written")

@@ -479,6 +479,16 @@ STARTS = {
         Start("--lr 0", out="source", steps=[1, 2]),
         Start("--init_from {p.root}/source --max_steps 3", **TO_3),
     ],
+    "weights of an imported model": [  # whose manifest has no flags
+        Start(
+            SAVED,
+            before=(copy_trained, remove(OLDER), edit(f"{NEWEST}/manifest.json", config={})),
+            out="new",
+            steps=[1, 2],
+        ),
+        Start(f"{SAVED} --max_steps 3", out="new", steps=[1, 2, 3]),
+        bare("--max_steps 4", out="new", steps=[1, 2, 3, 4]),
+    ],
     "weights that are gone later": [
         Start(SAVED, before=(copy_trained,), out="new", steps=[1, 2]),
         Start(f"{SAVED} --max_steps 3", before=(remove("run"),), out="new", steps=[1, 2, 3]),
@@ -581,6 +591,7 @@ FLAGS = {
     "nan": ("--weight_decay nan", "--weight_decay.*nan"),
     "beta of one": ("--beta2 1", "--beta2.* 1"),
     "unknown choice": ("--schedule step", "--schedule.*step.*cosine"),
+    "unknown unit": ("--wrap blocks", "--wrap blocks"),
     "unknown model": ("--model huge", "--model.*huge.*tiny"),
     "min_lr above lr": ("--min_lr 0.1", "min_lr 0.1.*0.003"),
     "odd heads": ("--d_model 30", "d_model 30.*n_head 4"),
