@@ -501,12 +501,12 @@ def on_rank0(function: Callable, *arguments):
 def name_lost_rank(world: World) -> Iterator[None]:
     """A context that says which rank no longer answers, if that is why its block fails.
 
-    It catches the errors of gloo, with which hosts wait for each other in every step: a time-out or
-    a lost connection.
+    It catches the errors of gloo, with which hosts wait for each other in every step.
     """
     answer_within = timedelta(seconds=10)
     group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
-    # In the barrier, rank 0 waits `answer_within` for each other rank, and they wait twice that.
+    torch.distributed.monitored_barrier(group)  # connects rank 0 with all others: see `start`
+    # Later, rank 0 waits `answer_within` for each other rank, and they wait twice that.
     _set_pg_timeout(2 * answer_within, group)
     try:
         yield
