@@ -397,10 +397,8 @@ def checkpoint_activations(
 
 
 def compile_layers(model: nn.Module, tp: int) -> None:
-    """Compile each block and the loss; equal blocks share one compilation.
-
-    Replaces forward only. So FSDP, which is applied later, gathers weights outside of it.
-    """
+    """Replace forward of each block and of the loss by a compiled one; FSDP gathers outside of it."""
+    torch._dynamo.config.optimize_ddp = False  # do not split blocks where DDP's buckets end
     *_, loss = model.head.loss.modules()  # in a chunked loss, the loss of a chunk
     # Inductor silently gave wrong losses under loss_parallel() (torch 2.13, CPU).
     layers = [*model.blocks] if tp > 1 else [*model.blocks, loss]
