@@ -397,7 +397,7 @@ def checkpoint_activations(
 
 
 def compile_layers(model: nn.Module, tp: int) -> None:
-    """Replace forward of each block and of the loss by a compiled one; FSDP gathers outside of it."""
+    """Compile the forward of each block and of the loss. FSDP gathers weights outside of it."""
     torch._dynamo.config.optimize_ddp = False  # do not split blocks where DDP's buckets end
     *_, loss = model.head.loss.modules()  # in a chunked loss, the loss of a chunk
     # Inductor silently gave wrong losses under loss_parallel() (torch 2.13, CPU).
