@@ -161,4 +161,4 @@ def test_a_run_whose_data_is_removed_finishes_with_its_sample(pool, tokens, tmp_
     running.until(running.rows)
     shutil.rmtree(folder)
     assert running.wait() == 0
-    assert "- sample -" in running.printed() and "no text" not in running.printed()
+    assert "- sample -" in running.printed()
