@@ -337,8 +337,7 @@ class Saver:
                 raise CheckpointError(problem)
             others = self.extra_files, self.on_all_ranks, chunks
             row["bytes"] = save_state(path, state, manifest, *others)
-            with contextlib.suppress(OSError):  # the new checkpoint is complete
-                remove_old(self.run, step, self.keep_last, self.keep_every)
+            remove_old(self.run, step, self.keep_last, self.keep_every)
         except Exception as error:
             if type(error) is RuntimeError and "gloo/" in str(error):
                 raise  # a rank is lost: see dist.name_lost_rank

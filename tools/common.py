@@ -25,7 +25,6 @@ import checkpoint
 import config
 import data
 import dist
-from checkpoint import CheckpointError
 from config import Config, Run, build_parser
 from config import parse as parse_flags
 from data import TokenFolder
@@ -33,6 +32,7 @@ from dist import World
 from errors import UsageError
 from log import say
 from model import ModelConfig
+from sample import newest_checkpoint
 from start import (
     Origin,
     checkpoints_at,
@@ -131,17 +131,6 @@ def unread_source(
 ) -> TokenFolder:
     """Return a token folder that is not read: what a run follows from is in the arguments."""
     return TokenFolder(Path(path), np.dtype(np.uint16), vocab_size, tokenizer, fingerprint)
-
-
-def newest_checkpoint(named: Path) -> Path:
-    """Return the checkpoint `named`, or the newest one of the run `named`, after verifying it.
-
-    Raises UsageError, and CheckpointError if it is damaged.
-    """
-    path = checkpoints_at(named)[-1]
-    if problem := checkpoint.verify(path):
-        raise CheckpointError(f"{path}: {problem}; name another checkpoint")
-    return path
 
 
 # --------------------------------------------------------------------------------------------------
