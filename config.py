@@ -68,7 +68,6 @@ class Config(
     peak_tflops: Annotated[float | None, "free", "of a device, dense, for mfu", (1e-9,)] = None
     profile: Annotated[str | None, "once", "steps to trace, as START:STOP"] = None
     allow_changes: Annotated[bool, "once", "continue a run even if its results change"] = False
-    dry_run: Annotated[bool, "once", "stop before the first step; write nothing"] = False
 
 
 HINTS = get_type_hints(Config, include_extras=True)  # of all flags

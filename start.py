@@ -72,7 +72,7 @@ def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) ->
     if typed.get("init_from") and not typed.get("eval_only") and "out" not in typed:
         raise UsageError("--init_from begins a new run: give it a folder with --out")
     typed.setdefault("out", f"runs/{typed.get('model') or 'tiny'}")
-    if not typed.get("eval_only") and not typed.get("dry_run"):
+    if not typed.get("eval_only"):
         lock_folder(Path(typed["out"]), world, held)
     given, origin = find_origin(typed, world)
     source = open_data(given.data, world)

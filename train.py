@@ -360,9 +360,6 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         val_loss = evaluate(state, start.val_batches)
         say(f"{origin.path} on {run.data}: val_loss {val_loss:.6f}")
         return 0
-    if run.dry_run:
-        say("--dry_run: all is ready for the first step; nothing was written")
-        return 0
     if start.world.device.type == "cpu":
         dist.keep_freed_memory()
     return train(state, run, start)

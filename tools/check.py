@@ -66,7 +66,7 @@ SHORT = (
     f"--max_steps {STEPS} --warmup_steps 10 --schedule constant --log_interval 1 --save_interval 0 "
     "--keep_last 1 --eval_interval 0 --eval_sequences 1 --sample_tokens 0 "
     "--optim_metrics_interval 0 --tracker none --allow_changes false "
-    "--dry_run false --eval_only false --lr 1e-3 --min_lr 0 "
+    "--eval_only false --lr 1e-3 --min_lr 0 "
 )
 
 

@@ -71,7 +71,6 @@ reshard_after_forward false| 2 | --strategy fsdp --wrap block  | fewer allgather
 grad_sync micro_batch      | 2 | --strategy fsdp --micro_batch_size 1 | more reduce_scatter
 activation_checkpointing full | 1 |                            | more mm
 device cuda                | 1 |                               | status 2
-dry_run                    | 1 |                               | files - metrics.jsonl
 eval_only                  | 1 | again                         | rows loss 1; says val_loss
 allow_changes              | 1 | again --lr 1e-4               | status 0
 """

@@ -288,7 +288,6 @@ STARTS = {
     "log removed": [Start("--max_steps 4", before=(copy_trained, remove(LOG)), **FROM_2)],
     "copy of one checkpoint": [Start("--max_steps 4", before=(copy_newest_checkpoint,), **FROM_2)],
     "no checkpoint yet": [bare("--max_steps 3", before=LOST, **TO_3)],
-    "new run after --dry_run": [Start("--dry_run"), Start(**TO_2)],
     "--max_steps in config.json, no checkpoint yet": [
         bare(before=(*LOST, edit("run/config.json", max_steps=3)), **TO_3)
     ],
@@ -565,9 +564,6 @@ LOOKS = {
         before=(write("run/config.json", "not read"),),
         val_loss=2,
     ),
-    "--dry_run": Start("--dry_run"),
-    "--dry_run on two ranks": Start("--dry_run", ranks=2),
-    "--dry_run of more steps": trained("--dry_run --max_steps 4", "max_steps 2 -> 4"),
 }
 
 
@@ -679,9 +675,6 @@ FOLDERS = {
     "checkpoints lost": refused(
         "--max_steps 3", "{p.root}/run", (copy_trained, remove(CHECKPOINTS))
     ),
-    "checkpoints lost, for --dry_run": refused(
-        "--dry_run", "{p.root}/run", (copy_trained, remove(CHECKPOINTS))
-    ),
     "all checkpoints damaged": Start(
         "--max_steps 3",
         f"(?=.*{OLDER}: rank-00000.safetensors)(?=.*{NEWEST}: index.json)",
@@ -716,9 +709,6 @@ FOLDERS = {
     ),
     "two parts changed": refused(
         "--lr 0.5 --beta1 0.5", "(?=.*lr 0.003 -> 0.5)(?=.*beta1 0.9 -> 0.5)", (copy_trained,)
-    ),
-    "part changed, for --dry_run": refused(
-        "--lr 0.5 --dry_run", "lr 0.003 -> 0.5", (copy_trained,)
     ),
     "part changed, on two ranks": refused(
         "--lr 0.5 --max_steps 3", "lr 0.003 -> 0.5", (copy_trained,), ranks=2
