@@ -61,7 +61,6 @@ class Config(
     eval_sequences: Annotated[int, "free", "validation sequences, always the same", (1,)] = 512
     eval_only: Annotated[bool, "once", "evaluate the latest checkpoint; write nothing"] = False
     sample_tokens: Annotated[int, "free", "tokens to sample at the end; 0: none", (0,)] = 256
-    max_skipped: Annotated[int, "free", "skipped updates in a row that end a run", (0,)] = 100
     log_interval: Annotated[int, "free", "steps between log rows", (1,)] = 10
     optim_metrics_interval: Annotated[int, "free", "steps between rows of optim.jsonl", (0,)] = 0
     tracker: Annotated[Literal["none", "wandb"], "free", "also send log rows to wandb"] = "none"

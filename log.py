@@ -52,6 +52,7 @@ SPREADS = ("data_wait", "peak_device_memory", "peak_host_memory")
 # What a row has beside the columns of a step
 COLUMNS = {"step", "tokens", "lr", "time", "event", "val_loss", "mfu", "step_time", *SPREADS}
 COLUMNS |= {"tokens_per_second", "tokens_per_second_per_device"}
+MAX_SKIPPED = 100  # skipped updates in a row that end a run
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ class Log:
         """
         if self.pending:
             self.write_pending_row()
-        row, limit = self.last_row, self.run.max_skipped
-        if row and limit and row["skipped_in_a_row"] >= limit:
+        row = self.last_row
+        if row and row["skipped_in_a_row"] >= MAX_SKIPPED:
             raise Diverged(
                 f"{row['skipped_in_a_row']:.0f} updates in a row were skipped up to step "
                 f"{row['step']}, because gradients were not finite: lower --lr or check the data"

@@ -18,7 +18,7 @@ from model import ModelConfig, meta_model
 
 
 def make_log(out: Path, step: int = 0) -> Log:
-    run = SimpleNamespace(out=str(out), max_steps=100, max_skipped=3, tokens_per_step=1000)
+    run = SimpleNamespace(out=str(out), max_steps=100, tokens_per_step=1000)
     run.peak_tflops, run.optim_metrics_interval = 1.0, 1
     return Log(run, torch.device("cpu"), flops_per_token=2_000_000, step=step)
 

@@ -51,7 +51,6 @@ eps 1e-2                   | 1 |                               | loss from 2
 clip adaptive              | 1 |                               | clipped from 1
 max_grad_norm 100          | 1 |                               | clipped from 1
 max_grad_norm_ratio 1e-3   | 1 | --clip adaptive               | clipped from 1
-max_skipped 2              | 1 | --lr 1e300                    | rows loss 1 2 3
 log_interval 2             | 1 |                               | rows loss 1 2 4 5
 eval_interval 2            | 1 | --max_steps 4                 | rows val_loss 2 4
 eval_sequences 5           | 1 |                               | val_loss from 5
