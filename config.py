@@ -162,11 +162,15 @@ class Run(Config):
     fingerprint: str  # of the tokens
     tokenizer: str | None  # bytes, gpt2 or the name of a tokenizer.json; None: unknown
     tokens_in_vocabulary: int  # the model's vocabulary is padded
-    mesh_shape: tuple[int, int, int]  # dp_replicate, dp_shard, tp
+    dp_replicate: int
     dp_size: int  # dp_replicate x dp_shard
     grad_accum_steps: int
     tokens_per_step: int  # of all ranks
     compute_dtype: torch.dtype  # of the forward pass
+
+    @property
+    def mesh_shape(self) -> tuple[int, int, int]:
+        return self.dp_replicate, self.dp_shard, self.tp
 
     @property
     def manifest(self) -> dict:
@@ -210,10 +214,10 @@ def resolve(
     if values["min_lr"] > values["lr"]:
         raise UsageError(f"--min_lr {given.min_lr} is above the peak learning rate {values['lr']}")
 
-    asked = given.dp_replicate, given.dp_shard, given.tp
-    shape = dist.mesh_shape(values["strategy"], world.size, world.local_size, *asked)
-    values["dp_replicate"], values["dp_shard"], _ = shape
-    dp_size = shape[0] * shape[1]
+    hosts = world.size, world.local_size
+    shape = dist.mesh_shape(values["strategy"], *hosts, given.dp_shard, given.tp)
+    dp_replicate, values["dp_shard"], _ = shape
+    dp_size = dp_replicate * values["dp_shard"]
     batch = given.global_batch_size
     values["micro_batch_size"] = given.micro_batch_size or max(1, batch // dp_size)
     per_forward = values["micro_batch_size"] * dp_size  # sequences of all ranks
@@ -229,7 +233,7 @@ def resolve(
         fingerprint=source.fingerprint,
         tokenizer=source.tokenizer and Path(source.tokenizer).name,
         tokens_in_vocabulary=source.vocab_size,
-        mesh_shape=shape,
+        dp_replicate=dp_replicate,
         dp_size=dp_size,
         grad_accum_steps=batch // per_forward,
         tokens_per_step=batch * model_config.seq_len,

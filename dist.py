@@ -47,7 +47,6 @@ class Settings:
     strategy: Annotated[
         Literal["auto", "single", "ddp", "fsdp", "hsdp"], "free", "auto: ddp, on one rank single"
     ] = "auto"
-    dp_replicate: Annotated[int | None, "once", "replicas (hsdp: one per host)", (1,)] = None
     dp_shard: Annotated[int | None, "once", "ranks per replica (hsdp: all of a host)", (1,)] = None
     tp: Annotated[int, "once", "ranks that compute one forward together", (1,)] = 1
     wrap: Annotated[str, "free", "FSDP unit: auto, block, block_group:K or none"] = "auto"
@@ -170,21 +169,21 @@ def mesh_shape(
     strategy: str,
     world_size: int,
     local_size: int,
-    dp_replicate: int | None = None,
     dp_shard: int | None = None,
     tp: int = 1,
 ) -> tuple[int, int, int]:
     """Return (dp_replicate, dp_shard, tp); the strategy replaces None. Raises MeshError."""
     dp_size = max(1, world_size // tp)
-    if strategy == "hsdp":
-        # By default a replica is a host, within which links are fast.
-        per_replica = dp_size // dp_replicate if dp_replicate else local_size // tp
-        dp_shard = dp_shard or max(1, per_replica)
-        shape = (dp_replicate or max(1, dp_size // dp_shard), dp_shard)
-    else:
-        shape = {"single": (1, 1), "ddp": (dp_size, 1), "fsdp": (1, dp_size)}[strategy]
-        if (dp_replicate or shape[0], dp_shard or shape[1]) != shape:
-            raise MeshError(f"--strategy {strategy} takes no --dp_replicate and --dp_shard")
+    # By default a replica of hsdp is a host, within which links are fast.
+    per_replica = dp_shard or max(1, local_size // tp)
+    shape = {
+        "single": (1, 1),
+        "ddp": (dp_size, 1),
+        "fsdp": (1, dp_size),
+        "hsdp": (max(1, dp_size // per_replica), per_replica),
+    }[strategy]
+    if dp_shard not in (None, shape[1]):
+        raise MeshError(f"--strategy {strategy} takes no --dp_shard")
     size = shape[0] * shape[1] * tp
     if size != world_size:
         raise MeshError(

@@ -98,7 +98,7 @@ def test_sizes_follow_from_the_model_the_flags_and_the_data():
 
 COMMAND_LINES = [
     ("--strategy fsdp --wrap block_group:2", 4),
-    ("--strategy hsdp --dp_replicate 2 --grad_sync shard", 4),
+    ("--strategy hsdp --dp_shard 2 --grad_sync shard", 4),
     ("--tp 2 --strategy fsdp --model tinyllama-1.1b --optimizer muon", 4),
     ("--eval_only --out runs/mine", 1),
     ("--n_layer 2 --d_model 32 --n_head 4 --d_ff 64 --seq_len 16", 2),

@@ -22,10 +22,12 @@ import dist
         (("single", 1, 1), (1, 1, 1)),
         (("ddp", 6, 2), (6, 1, 1)),
         (("hsdp", 8, 4), (2, 4, 1)),  # two hosts of four
-        (("hsdp", 8, 8, 4), (4, 2, 1)),
-        (("hsdp", 8, 4, None, 8), (1, 8, 1)),
-        (("fsdp", 256, 8, None, None, 8), (1, 32, 8)),  # Llama 3 70B
-        (("hsdp", 16, 8, None, None, 2), (2, 4, 2)),
+        (("hsdp", 8, 8, 2), (4, 2, 1)),
+        (("hsdp", 8, 4, 8), (1, 8, 1)),
+        (("hsdp", 4, 4, 1), (4, 1, 1)),
+        (("fsdp", 256, 8, None, 8), (1, 32, 8)),  # Llama 3 70B
+        (("fsdp", 8, 8, 8), (1, 8, 1)),
+        (("hsdp", 16, 8, None, 2), (2, 4, 2)),
     ],
 )
 def test_the_mesh_shape_follows_from_the_strategy(arguments, shape):
@@ -34,7 +36,13 @@ def test_the_mesh_shape_follows_from_the_strategy(arguments, shape):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("hsdp", 12, 6, 4, 3, 2), ("hsdp", 4, 4, 8), ("hsdp", 4, 4, None, 8), ("ddp", 4, 4, 2, 2)],
+    [
+        ("hsdp", 12, 6, 4, 2),
+        ("hsdp", 4, 4, 8),
+        ("fsdp", 4, 4, 2),
+        ("single", 2, 2, 2),
+        ("ddp", 4, 4, 2),
+    ],
 )
 def test_a_mesh_that_does_not_fit_the_ranks_is_refused(arguments):
     with pytest.raises(dist.MeshError):

@@ -296,7 +296,7 @@ def test_replicas_synchronise_every_20th_update__diloco(fork):
     parameters = 320 * 32 + 32 + 2 * (2 * 32 + 3 * 32 * 32 + 3 * 32 * 64)
     assert met == [{"all_reduce": 4 * parameters // 2}, {}]  # each of two shards
     # A run continues on another mesh, from an outer update.
-    more = fork.train(2, f"{options} --max_steps 60 --dp_shard 1 --dp_replicate 2", run.name)
+    more = fork.train(2, f"{options} --max_steps 60 --dp_shard 1", run.name)
     assert [row["step"] for row in rows(more, "val_loss")] == [20, 40, 60]
 
 

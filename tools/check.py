@@ -112,7 +112,7 @@ class Ranks:
         common.join_group(world, torch.distributed.HashStore())
         per_step = self.run.global_batch_size // self.run.micro_batch_size
         steps = max(LEAST_STEPS, MICRO_BATCHES // per_step)
-        mesh = dict(strategy="single", tp=1, dp_replicate=1, dp_shard=1, grad_sync="batch")
+        mesh = dict(strategy="single", tp=1, dp_shard=1, grad_sync="batch")
         rest = dict(compile=False, checkpoint="none", async_save=False, optim_metrics_interval=1)
         rest["max_steps"] = min(self.run.max_steps, steps)
         run = self.resolve(self.flags | mesh | rest, world)

@@ -42,7 +42,7 @@ ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of th
 SHOWN = 20  # sequences and parameters
 CHARACTERS = 200  # of a sequence's text
 # One process computes the micro-batches of all ranks.
-ALONE = dict(strategy="single", dp_replicate=1, dp_shard=1, tp=1, grad_sync="batch", compile=False)
+ALONE = dict(strategy="single", dp_shard=1, tp=1, grad_sync="batch", compile=False)
 
 # --------------------------------------------------------------------------------------------------
 # The log

@@ -63,7 +63,6 @@ keep_every 3               | 1 | --save_interval 1             | files + step-00
 checkpoint none            | 1 |                               | files - step-00000005
 init_from {first}          | 1 |                               | loss from 1
 strategy fsdp              | 2 |                               | more reduce_scatter
-dp_replicate 2             | 2 | --strategy hsdp               | fewer reduce_scatter
 dp_shard 1                 | 2 | --strategy hsdp               | fewer reduce_scatter
 wrap none                  | 2 | --strategy fsdp --wrap block  | fewer allgather
 reshard_after_forward false| 2 | --strategy fsdp --wrap block  | fewer allgather

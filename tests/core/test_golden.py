@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 FSDP = "--strategy fsdp --wrap block"
-HSDP = "--strategy hsdp --wrap block --dp_replicate 2"
+HSDP = "--strategy hsdp --wrap block --dp_shard 2"
 ACCUMULATE = "--micro_batch_size 1"
 ROWS = {
     "single": Row(1, ""),

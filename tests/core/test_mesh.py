@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 FSDP = "--strategy fsdp --wrap block"
-HSDP = "--strategy hsdp --wrap block --dp_replicate 2"
+HSDP = "--strategy hsdp --wrap block --dp_shard 2"
 NO_RESHARD = "--reshard_after_forward false"
 RECOMPUTE = "--activation_checkpointing"
 ROWS = {

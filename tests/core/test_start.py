@@ -351,7 +351,7 @@ STARTS = {
         bare("--max_steps 3", "mesh +fsdp.* dp_shard 2 ", ranks=2, **TO_3),
     ],
     "mesh not kept": [
-        Start("--strategy hsdp --dp_replicate 2", ranks=4, steps=[1, 2]),
+        Start("--strategy hsdp --dp_shard 2", ranks=4, steps=[1, 2]),
         bare("--max_steps 3", "mesh +hsdp: dp_replicate 1 x dp_shard 2 ", ranks=2, **TO_3),
     ],
     "auto takes back a kept flag": [
@@ -763,9 +763,9 @@ RANKS = {
     "batch of eight on three": (3, "", "global_batch_size 8.* 3 "),
     "micro-batches of three": (1, "--micro_batch_size 3", "8.*micro_batch_size 3"),
     "single on two": (2, "--strategy single", "single.* 1 .* 2 "),
-    "three replicas": (4, "--strategy hsdp --dp_replicate 3", "dp_replicate 3.* 4 "),
-    "four shards": (2, "--strategy hsdp --dp_replicate 1 --dp_shard 4", "dp_shard 4.* 2 "),
-    "replicas of fsdp": (2, "--strategy fsdp --dp_replicate 2", "fsdp.*--dp_replicate"),
+    "three shards": (4, "--strategy hsdp --dp_shard 3", "dp_shard 3.* 4 "),
+    "four shards": (2, "--strategy hsdp --dp_shard 4", "dp_shard 4.* 2 "),
+    "shards of ddp": (2, "--strategy ddp --dp_shard 2", "ddp.*--dp_shard"),
 }
 
 

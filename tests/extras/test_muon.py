@@ -17,7 +17,7 @@ ROWS = {
     "ddp 2": (2, "--strategy ddp"),
     "fsdp 2": (2, "--strategy fsdp"),
     "fsdp 3": (3, "--strategy fsdp"),  # more ranks than some matrices have rows for
-    "hsdp 2 x 2": (4, "--strategy hsdp --dp_replicate 2"),
+    "hsdp 2 x 2": (4, "--strategy hsdp --dp_shard 2"),
 }
 MUON = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
 

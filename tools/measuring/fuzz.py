@@ -186,8 +186,7 @@ class Fuzzer:
             **common.known_flags(draw),
             "micro_batch_size": max(1, sequences // draw["grad_accum_steps"]),
             "strategy": strategy,
-            "dp_replicate": dp_replicate,
-            "dp_shard": dp_shard,
+            "dp_shard": dp_shard if strategy == "hsdp" else None,
             "tp": tp,
             "out": str(self.root / f"run-{self.count}"),
         }
