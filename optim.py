@@ -32,7 +32,6 @@ class Settings:
     weight_decay: Annotated[float, "part", "not applied to norms and the embedding", (0,)] = 0.1
     beta1: Annotated[float, "part", "AdamW beta1", (0, 1)] = 0.9
     beta2: Annotated[float, "part", "AdamW beta2", (0, 1)] = 0.95
-    eps: Annotated[float, "part", "AdamW epsilon", (0,)] = 1e-8
     clip: Annotated[Literal[tuple(CLIPS)], "part", "adaptive: for each parameter"] = "norm"
     max_grad_norm: Annotated[float, "part", "limit of --clip norm", (1e-9,)] = 1.0
     max_grad_norm_ratio: Annotated[float, "part", "limit of --clip adaptive", (1e-9,)] = 2.0
@@ -95,7 +94,7 @@ class AdamW:
             beta2=settings.beta2,
             lr=update.lr,
             weight_decay=update.weight_decay,
-            eps=settings.eps,
+            eps=1e-8,
             maximize=False,
         )
 

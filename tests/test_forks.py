@@ -182,7 +182,7 @@ def test_20_steps_are_those_of_one_rank(name, tmp_path, tokens):
 
 @REAL_RUNS
 def test_each_gradient_is_clipped_to_its_share__share(fork):
-    options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1 --eps 1"
+    options = "--max_steps 6 --clip share --max_grad_norm 0.1 --optim_metrics_interval 1"
     single, sharded = train_alike(fork, options, "--strategy fsdp")
     lines = [json.loads(line) for line in (sharded / "optim.jsonl").read_text().splitlines()]
     statistics = [row for row in lines if "parameter" in row]  # not the start's

@@ -47,7 +47,6 @@ schedule cosine            | 1 |                               | lr from 3
 weight_decay 0.9           | 1 |                               | loss from 2
 beta1 0.8                  | 1 |                               | loss from 3
 beta2 0.5                  | 1 |                               | loss from 3
-eps 1e-2                   | 1 |                               | loss from 2
 clip adaptive              | 1 |                               | clipped from 1
 max_grad_norm 100          | 1 |                               | clipped from 1
 max_grad_norm_ratio 1e-3   | 1 | --clip adaptive               | clipped from 1

@@ -649,7 +649,6 @@ PARTS = {
     "weight_decay": (0.1, 0.2),
     "beta1": (0.9, 0.8),
     "beta2": (0.95, 0.99),
-    "eps": (1e-08, 0.001),
     "max_grad_norm": (1.0, 2.0),
     "dtype": ("float32", "bfloat16"),
     "seed": (0, 1),

@@ -228,20 +228,21 @@ def close(tensor: Tensor, value: float, rel: float = 1e-6) -> bool:
 
 
 # lr, the gradient of every element, and by hand the weight of a matrix (which decays) and of a
-# vector. beta1 is 0.8, beta2 0.9, eps 0.01 and the weight decay 0.5. In the first update both
-# averages, corrected for bias, are the gradient's own: the weight moves by lr * g / (|g| + eps).
-FIRST = 0.1 * 0.5 / (0.5 + 0.01)
-EXP_AVG = 0.8 * 0.2 * 0.5 + 0.2 * -0.25  # 0.03
-EXP_AVG_SQ = 0.9 * 0.1 * 0.5**2 + 0.1 * 0.25**2  # 0.02875
-SECOND = 0.05 * EXP_AVG / 0.36 / (math.sqrt(EXP_AVG_SQ / 0.19) + 0.01)  # 1 - 0.8^2, 1 - 0.9^2
+# vector. beta1 is 0.8, beta2 0.9 and the weight decay 0.5. In the first update both averages,
+# corrected for bias, are the gradient's own: the weight moves by lr * g / (|g| + 1e-8), and the
+# gradient is so small that the 1e-8 counts.
+FIRST = 0.1 * 2e-8 / (2e-8 + 1e-8)
+EXP_AVG = 0.8 * 0.2 * 2e-8 + 0.2 * -1e-8  # 1.2e-9
+EXP_AVG_SQ = 0.9 * 0.1 * 2e-8**2 + 0.1 * 1e-8**2  # 4.6e-17
+SECOND = 0.05 * EXP_AVG / 0.36 / (math.sqrt(EXP_AVG_SQ / 0.19) + 1e-8)  # 1 - 0.8^2, 1 - 0.9^2
 UPDATES = [
-    (0.1, 0.5, 1 - 0.1 * 0.5 - FIRST, 1 - FIRST),
-    (0.05, -0.25, (0.95 - FIRST) * (1 - 0.05 * 0.5) - SECOND, 1 - FIRST - SECOND),
+    (0.1, 2e-8, 1 - 0.1 * 0.5 - FIRST, 1 - FIRST),
+    (0.05, -1e-8, (0.95 - FIRST) * (1 - 0.05 * 0.5) - SECOND, 1 - FIRST - SECOND),
 ]
 
 
 def test_the_first_two_updates_of_adamw_are_those_of_the_paper():
-    both = new_parameters(beta1=0.8, beta2=0.9, eps=0.01, weight_decay=0.5, max_grad_norm=1e9)
+    both = new_parameters(beta1=0.8, beta2=0.9, weight_decay=0.5, max_grad_norm=1e9)
     for step, (lr, gradient, matrix, vector) in enumerate(UPDATES, start=1):
         both.update(step, lr, matrix_norm=2 * gradient, vector_norm=4 * gradient)
         assert close(both.matrix, matrix)
