@@ -64,7 +64,6 @@ class Config(
     log_interval: Annotated[int, "free", "steps between log rows", (1,)] = 10
     optim_metrics_interval: Annotated[int, "free", "steps between rows of optim.jsonl", (0,)] = 0
     tracker: Annotated[Literal["none", "wandb"], "free", "also send log rows to wandb"] = "none"
-    peak_tflops: Annotated[float | None, "free", "of a device, dense, for mfu", (1e-9,)] = None
     profile: Annotated[str | None, "once", "steps to trace, as START:STOP"] = None
     allow_changes: Annotated[bool, "once", "continue a run even if its results change"] = False
 
@@ -154,7 +153,7 @@ class Run(Config):
     """A resolved run: the value of every flag, and what follows from flags, ranks and data.
 
     It is the same on all ranks, and the manifest of each checkpoint records it. No value is None or
-    "auto", except init_from and profile if not given, and peak_tflops of an unknown device.
+    "auto", except init_from and profile if not given.
     """
 
     given: Config
@@ -167,6 +166,7 @@ class Run(Config):
     grad_accum_steps: int
     tokens_per_step: int  # of all ranks
     compute_dtype: torch.dtype  # of the forward pass
+    peak_tflops: float | None  # of a device in bfloat16, for mfu; None: not known
 
     @property
     def mesh_shape(self) -> tuple[int, int, int]:
@@ -197,7 +197,6 @@ def resolve(
     model_config = resolve_model(given, source.vocab_size, saved_model)
     # Each message has a fixed cost, so a small model is one FSDP unit.
     is_small = meta_model(model_config).parameter_count() <= 2_000_000
-    peaks = (peak for name, peak in PEAK_TFLOPS.items() if name in world.device_name)
     defaults = {
         "model": given.init_from or "tiny",
         "strategy": "single" if world.size == given.tp else "ddp",
@@ -205,7 +204,6 @@ def resolve(
         "dtype": "bfloat16" if world.has_bfloat16 else "float32",
         "device": world.device.type,
         "lr": 0.5 / model_config.d_model,
-        "peak_tflops": next(peaks, None),
     }
     values = {name: getattr(given, name) for name in KINDS}
     values |= {name: defaults.get(name) for name in values if values[name] in COMPUTED}
@@ -226,6 +224,7 @@ def resolve(
             f"global_batch_size {batch} is not a multiple of micro_batch_size "
             f"{values['micro_batch_size']} x {dp_size} data-parallel ranks"
         )
+    peaks = (peak for name, peak in PEAK_TFLOPS.items() if name in world.device_name)
     return Run(
         **values,
         given=given,
@@ -238,6 +237,7 @@ def resolve(
         grad_accum_steps=batch // per_forward,
         tokens_per_step=batch * model_config.seq_len,
         compute_dtype=getattr(torch, values["dtype"]),
+        peak_tflops=next(peaks, None) if values["dtype"] == "bfloat16" else None,
     )
 
 

@@ -110,7 +110,7 @@ def test_a_resolved_run_has_no_unresolved_value(text, ranks):
     run = resolve(f"{text} --out a", size=ranks)
     values = {name: getattr(run, name) for name in KINDS}
     nothing = {name for name, value in values.items() if value in config.COMPUTED}
-    assert nothing == {"init_from", "profile", "peak_tflops"}
+    assert nothing == {"init_from", "profile"}
     for name in SIZE_FLAGS:
         assert values[name] == getattr(run.model_config, name)
 
@@ -129,7 +129,7 @@ def test_resolve_depends_only_on_its_arguments():
         ("", {}, "float32", None),
         ("", {"has_bfloat16": True}, "bfloat16", None),
         ("", {"has_bfloat16": True, "device_name": "NVIDIA H200"}, "bfloat16", 989),
-        ("--dtype float32 --peak_tflops 7", {"has_bfloat16": True}, "float32", 7),
+        ("--dtype float32", {"has_bfloat16": True, "device_name": "NVIDIA H200"}, "float32", None),
     ],
 )
 def test_defaults_depend_on_the_hardware(text, hardware, dtype, tflops):

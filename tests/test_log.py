@@ -14,7 +14,6 @@ import dist
 import log as logs
 from errors import UsageError
 from log import Log, has_evaluation, read_rows
-from model import ModelConfig, meta_model
 
 
 def make_log(out: Path, step: int = 0) -> Log:
@@ -84,8 +83,8 @@ def test_a_row_reduces_its_values_over_all_ranks(pool, tmp_path):
     row, _ = rows(tmp_path)
     assert [row[name] for name in ("loss", "count", "lr")] == [3.0, pytest.approx(5 / 3), 0.1]
     assert (row["data_wait"], row["data_wait_min"]) == (30.0, 10.0)
-    assert row["peak_host_memory"] == pytest.approx(max(peaks), rel=0.02)
-    assert row["peak_host_memory_min"] == pytest.approx(min(peaks), rel=0.02)
+    assert row["peak_host_memory"] == pytest.approx(max(peaks), rel=0.05)
+    assert row["peak_host_memory_min"] == pytest.approx(min(peaks), rel=0.05)
     assert max(peaks) > min(peaks) + 2e8
 
 
@@ -183,13 +182,16 @@ def test_each_step_that_logs_evaluates_or_saves_writes_a_row(run):
     assert [row["step"] for row in rows(out)][8:] == [14, 15, 16, 17]
 
 
-def test_mfu_is_the_share_of_the_peak_of_all_devices(run):
-    out = run(2, "--strategy ddp --max_steps 1 --peak_tflops 0.5")
-    ((start,), (row,)) = rows(out, "ranks"), rows(out)
-    config = ModelConfig.from_dict(start["model"])
-    flops = row["tokens_per_second"] * meta_model(config).flops_per_token()
-    assert row["mfu"] == pytest.approx(flops / (2 * 0.5e12))
+def test_mfu_is_the_share_of_the_peak_of_a_device(log, tmp_path):
+    log_step(log(), 1)
+    (row,) = rows(tmp_path)
+    assert row["mfu"] == pytest.approx(2e6 * row["tokens_per_second_per_device"] / 1e12)
+
+
+def test_ranks_share_the_tokens_of_a_second_and_a_cpu_has_no_mfu(run):
+    (row,) = rows(run(2, "--strategy ddp --max_steps 1"))
     assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+    assert row["mfu"] is None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ LINKS = Links(
     inter_latency=0.0,
     launch_latency=0.0,
 )
-# Devices compute 1e12 FLOP/s x 0.5, with --peak_tflops 1, and move data at 32 GB/s.
+# Devices compute 1e12 FLOP/s x 0.5, with peak_tflops 1, and move data at 32 GB/s.
 CLUSTER = Cluster(
     world_size=8,
     device_type="h100",
@@ -36,6 +36,7 @@ CLUSTER = Cluster(
     device_memory=10**9,
     links=LINKS,
     achieved=0.5,
+    peak_tflops=1.0,
 )
 
 
@@ -43,12 +44,14 @@ def rehearsal(
     communication=(), flops=0.0, recomputed=0.0, accum=1, mesh=(1, 8, 1), grad_sync="batch"
 ) -> Rehearsal:
     """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
-    text = f"{TINY} --peak_tflops 1 --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
+    text = f"{TINY} --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
     run = resolve(f"{text} --grad_sync {grad_sync}", size=8, device=torch.device("cuda"))
     run = dataclasses.replace(
         run,
         grad_accum_steps=accum,
-        mesh_shape=mesh,
+        dp_replicate=mesh[0],
+        dp_shard=mesh[1],
+        tp=mesh[2],
         tokens_per_step=math.prod(mesh[:2]) * accum * run.seq_len,
     )
     operations = [

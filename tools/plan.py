@@ -47,6 +47,7 @@ FLAGS = {
     "device_type": dict(
         choices=DEVICES, default="h100", help="sets memory, speed and links (default: h100)"
     ),
+    "peak_tflops": number("X", "dense TFLOP/s of one device (default: its data sheet)"),
     "achieved": number(
         "X",
         "share of its peak that your device reaches in compute (default: estimated by operation)",
@@ -98,7 +99,7 @@ def parse(argv: list[str]) -> tuple[Request, argparse.Namespace, Measured | None
     flags = {name: value for name, value in given.items() if name not in FLAGS}
     typed = {word.split("=")[0].removeprefix("--") for word in argv}
     if options.run:
-        if others := typed & flags.keys() - {"peak_tflops"}:
+        if others := typed & flags.keys():
             raise UsageError(f"--run takes the flags of the run: leave out --{min(others)}")
         request, measured = read_run(options, flags)
         return request, options, measured
@@ -143,6 +144,7 @@ def make_cluster(
         device_memory=device.memory or host_memory() // local_size,
         links=dataclasses.replace(predict.default_links(device, local_size), **given),
         achieved=options.achieved,
+        peak_tflops=options.peak_tflops,
         has_bfloat16=here.has_bfloat16 if device.kind == "cpu" else device.float32 is None,
     )
 

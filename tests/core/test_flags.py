@@ -54,7 +54,6 @@ log_interval 2             | 1 |                               | rows loss 1 2 4
 eval_interval 2            | 1 | --max_steps 4                 | rows val_loss 2 4
 eval_sequences 5           | 1 |                               | val_loss from 5
 optim_metrics_interval 2   | 1 |                               | files + optim.jsonl
-peak_tflops 1              | 1 |                               | mfu from 1
 sample_tokens 3            | 1 |                               | says sample
 save_interval 2            | 1 |                               | files + step-00000004
 keep_last 1                | 1 | --save_interval 2             | files - step-00000004

@@ -226,6 +226,7 @@ class Cluster:
     # Measured share of its peak that a device reaches in compute; None: estimated by operation
     achieved: float | None = None
     has_bfloat16: bool = True
+    peak_tflops: float | None = None  # of a device; None: its data sheet's
 
     @property
     def hosts(self) -> int:
@@ -258,7 +259,7 @@ class Request:
 def peak_flops(cluster: Cluster, run: Run) -> float:
     """Return the peak FLOP/s of a device in the compute dtype. Raises UsageError if unknown."""
     device = cluster.device
-    peak = run.given.peak_tflops or (device.peak if run.dtype == "bfloat16" else device.float32)
+    peak = cluster.peak_tflops or (device.peak if run.dtype == "bfloat16" else device.float32)
     if peak is None:
         raise UsageError(
             f"the speed of --device_type {cluster.device_type} with --dtype {run.dtype} is not "
