@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -61,9 +61,8 @@ class Settings:
     """The flags of checkpoints; config.py explains the annotations."""
 
     save_interval: Annotated[int, "free", "steps between saves; 0: only at the end", (0,)] = 250
-    keep_last: Annotated[int, "free", "number of latest checkpoints to keep; 0: all", (0,)] = 2
+    keep_last: Annotated[int, "free", "latest checkpoints to keep; 0: save nothing", (0,)] = 2
     keep_every: Annotated[int, "free", "also keep steps N, 2N, 3N, ...; 0: none", (0,)] = 0
-    checkpoint: Annotated[Literal["sharded", "none"], "free", "none: save nothing"] = "sharded"
     async_save: Annotated[bool, "free", "write checkpoints while training continues"] = False
     init_from: Annotated[str | None, "free", "start from the weights at this path"] = None
 
@@ -295,7 +294,7 @@ class Saver:
     """
 
     run: Path  # the run folder
-    keep_last: int  # number of checkpoints to keep; 0: all
+    keep_last: int  # number of latest checkpoints to keep
     keep_every: int  # also keep those whose step is a multiple of this; 0: none
     extra_files: dict[str, bytes]  # see save_state
     on_all_ranks: Callable
@@ -357,7 +356,7 @@ def remove_old(run: Path, step: int, keep_last: int, keep_every: int) -> None:
     if rank_and_size()[0] > 0:
         return
     saved = [path for path in list_checkpoints(run) if step_of(path) <= step]
-    for path in saved[:-keep_last]:  # none if keep_last is 0
+    for path in saved[:-keep_last]:
         if keep_every == 0 or step_of(path) % keep_every > 0:
             with contextlib.suppress(OSError):  # it was removed meanwhile, or is another user's
                 shutil.rmtree(hide(path), ignore_errors=True)

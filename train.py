@@ -174,12 +174,12 @@ def train(state: State, run: Run, start: Start) -> int:
     stop.close()
     if not stopped and run.sample_tokens:
         print_sample(state, run, start)
-    return report_stop(state.step) if stopped else 0
+    return report_stop(state.step, saves=run.keep_last > 0) if stopped else 0
 
 
-def report_stop(step: int) -> int:
+def report_stop(step: int, saves: bool) -> int:
     """Print that the run stopped early, as it was asked to; return the exit status."""
-    say(f"stopped after step {step}; the same command continues")
+    say(f"stopped after step {step}" + ("; the same command continues" if saves else ""))
     # 75 (EX_TEMPFAIL) asks a scheduler to start the run again. torchrun --max-restarts would
     # restart a failed run at once.
     restarts_failures = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
@@ -289,7 +289,7 @@ def profile_steps(run: Run, start: Start, in_flight: list) -> Callable:
 
 def save(state: State, run: Run, saver: checkpoint.Saver) -> None:
     """Save a checkpoint; with --async_save, start to save it."""
-    if run.checkpoint == "none":
+    if run.keep_last == 0:
         return
     # Weights that are not finite would replace better ones. A sum is not finite if an element is
     # not, and on a CPU isfinite() on every element takes 20 times as long.

@@ -58,7 +58,7 @@ class Step:
 # A short run that logs every step, and evaluates once, at the end
 TRAIN = (
     "PYTHON train.py --data WORK/tokens --out WORK/NAME --warmup_steps 5 --log_interval 1 "
-    "--eval_interval 0 --eval_sequences 32 --checkpoint none --save_interval 0 --sample_tokens 0 "
+    "--eval_interval 0 --eval_sequences 32 --keep_last 0 --save_interval 0 --sample_tokens 0 "
 )
 GPT2 = TRAIN + "--model gpt2-124m --micro_batch_size 32 --global_batch_size 32 --max_steps 30 "
 OLMO = TRAIN + "--model olmo-1b --micro_batch_size 8 --global_batch_size 8 --max_steps 14 "
@@ -66,7 +66,7 @@ LLAMA = (
     TRAIN + "--model llama3-8b --n_layer 3 --micro_batch_size 2 --global_batch_size 2 "
     "--max_steps 14 --activation_checkpointing selective --loss_chunks 4 "
 )
-SAVES = GPT2 + "--checkpoint sharded --save_interval 10 --out WORK/saves "
+SAVES = GPT2 + "--keep_last 2 --save_interval 10 --out WORK/saves "
 NANOGPT = (
     "env -C WORK/nanoGPT PYTHON train.py config/train_shakespeare_char.py --dataset=WORK/tokens "
     "--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=32 --dropout=0.0 "

@@ -34,7 +34,7 @@ from start import find_origin
 from tools import checkpoint as commands
 from tools.checkpoint import consolidate
 
-TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_last 0"
+TEN_STEPS = "--max_steps 10 --dtype float32 --save_interval 5 --keep_every 1"
 RANKS_OF_MESH = {"ddp --async_save": 2, "hsdp --dp_shard 2": 4}
 
 

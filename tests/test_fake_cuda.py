@@ -29,12 +29,12 @@ from model import SIZES, ModelConfig, Transformer, generate
 CASES = [
     ("single --dtype float32 --n_kv_head 4", 1, 2),
     ("single --optimizer muon --clip adaptive --optim_metrics_interval 2", 1, 1),
-    ("single --checkpoint sharded --async_save --model tinyllama-1.1b --sample_tokens 2", 1, 1),
+    ("single --keep_last 2 --async_save --model tinyllama-1.1b --sample_tokens 2", 1, 1),
     ("single --tp 2 --model tinyllama-1.1b --activation_checkpointing selective", 2, 1),
     ("ddp --grad_sync micro_batch --clip adaptive --optimizer muon", 2, 2),
     ("fsdp --reshard_after_forward false --loss_chunks 2 --clip adaptive", 2, 2),
-    ("fsdp --tp 2 --optimizer muon --checkpoint sharded --async_save --profile 0:1", 4, 1),
-    ("hsdp --dp_shard 2 --grad_sync shard --checkpoint sharded", 4, 2),
+    ("fsdp --tp 2 --optimizer muon --keep_last 2 --async_save --profile 0:1", 4, 1),
+    ("hsdp --dp_shard 2 --grad_sync shard --keep_last 2", 4, 2),
 ]
 BLOCKS = "to cuda, pageable, blocking"
 READS = "to cpu, pageable, blocking"
@@ -123,14 +123,14 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, text, ranks, a
     """Kernels accept their operands, and a run that saves continues from its checkpoint."""
     dp_size = ranks // 2 if "--tp 2" in text else ranks
     few = f"--n_layer 1 --micro_batch_size 1 --global_batch_size {accum * dp_size}"
-    few += " --eval_sequences 1 --checkpoint none"
+    few += " --eval_sequences 1 --keep_last 0"
     argv = flags(f"--device cuda --data {tokens} --out {tmp_path}/run {few} --strategy {text}")
     allowed = OUTSIDE
     if "--sample_tokens" in text:
         allowed |= SAMPLING
-    if "--checkpoint" in text:
+    if "--keep_last" in text:
         allowed |= CHECKPOINTS | (ASYNC_SAVING if "--async_save" in text else SAVING)
-    starts = [(2, 2), (3, 1)] if "--checkpoint" in text else [(2, 2)]
+    starts = [(2, 2), (3, 1)] if "--keep_last" in text else [(2, 2)]
     for max_steps, steps in starts:
         answers = gpus(ranks, play, [*argv, "--max_steps", str(max_steps)], timeout=200)
         for crossings, refusals in answers:

@@ -24,7 +24,7 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     launcher += ["--max-restarts", 9, "--rdzv_backend", "c10d", "--rdzv_id", "elastic"]
     launcher += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
     quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    text = "--strategy fsdp --dtype float32 --max_steps 1000000 --save_interval 20 --keep_last 0"
+    text = "--strategy fsdp --dtype float32 --max_steps 1000000 --save_interval 20 --keep_every 1"
     argv = flags(f"--data {tokens} --out {out} --timeout 10 {text}")
 
     def host(number: int) -> Job:

@@ -29,7 +29,7 @@ from tools.measuring.runs import read_starts
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
 SEQUENCE = re.compile(r"sequence (\d+): .*")
-KEPT = "--dtype float32 --save_interval 2 --keep_last 0"
+KEPT = "--dtype float32 --save_interval 2 --keep_every 1"
 
 
 def call(arguments: list) -> tuple[int, str, str]:

@@ -93,7 +93,7 @@ def run_that_may_restart(argv: list[str]) -> tuple[int, str, str]:
 
 
 STOPS = {  # flags, how it runs, status, number of checkpoints
-    "without checkpoints": ("--checkpoint none", core.run_command, os.EX_TEMPFAIL, 0),
+    "without checkpoints": ("--keep_last 0", core.run_command, os.EX_TEMPFAIL, 0),
     "torchrun may restart": ("--strategy fsdp", run_that_may_restart, 0, 1),
 }
 

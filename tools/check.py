@@ -113,7 +113,7 @@ class Ranks:
         per_step = self.run.global_batch_size // self.run.micro_batch_size
         steps = max(LEAST_STEPS, MICRO_BATCHES // per_step)
         mesh = dict(strategy="single", tp=1, dp_shard=1, grad_sync="batch")
-        rest = dict(compile=False, checkpoint="none", async_save=False, optim_metrics_interval=1)
+        rest = dict(compile=False, keep_last=0, async_save=False, optim_metrics_interval=1)
         rest["max_steps"] = min(self.run.max_steps, steps)
         run = self.resolve(self.flags | mesh | rest, world)
         folder = f"alone on rank {self.world.rank}"
@@ -229,7 +229,7 @@ def parity(ranks: Ranks, check: Check) -> None:
     limits = rounding_limits(itertools.chain(*spreads), ranks.run.compute_dtype)
     steps = len(alone.rows)
     half = steps // 2
-    run = dataclasses.replace(ranks.run, max_steps=steps, checkpoint="none", async_save=False)
+    run = dataclasses.replace(ranks.run, max_steps=steps, keep_last=0, async_save=False)
     profiled = dataclasses.replace(run, profile=f"{half}:{steps - 1}")
     mesh = ranks.train(profiled, ranks.world, "mesh")
     file = ranks.folder / f"mesh/profile/rank_{ranks.world.rank}.json"

@@ -37,7 +37,7 @@ RANK0 = "rank-00000.safetensors"
 RANK1 = "rank-00001.safetensors"
 EMBED = "model.embed.weight"  # 320 x 32: rows 0-159 are in RANK0, the others in RANK1
 
-FLAGS = "--strategy fsdp --save_interval 2 --max_steps 4 --keep_last 0"
+FLAGS = "--strategy fsdp --save_interval 2 --max_steps 4 --keep_every 1"
 
 Damage = Callable[[Path], object]  # called with the folder of a checkpoint
 
@@ -571,7 +571,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(pool, tmp_path, broken):
 # Which checkpoints are kept
 
 KEPT = {
-    "--save_interval 1 --keep_last 0": [1, 2, 3, 4, 5, 6],
+    "--save_interval 1 --keep_every 1": [1, 2, 3, 4, 5, 6],
     "--save_interval 1 --keep_last 1": [6],
     "--save_interval 1 --keep_last 2": [5, 6],
     "--save_interval 1": [5, 6],
@@ -579,9 +579,9 @@ KEPT = {
     "--save_interval 1 --keep_last 1 --keep_every 2": [2, 4, 6],
     "--save_interval 1 --keep_last 2 --keep_every 1": [1, 2, 3, 4, 5, 6],
     "--save_interval 2 --keep_last 2 --keep_every 3": [4, 6],
-    "--save_interval 4 --keep_last 0": [4, 6],
-    "--save_interval 0 --keep_last 0": [6],
-    "--save_interval 1 --checkpoint none": [],
+    "--save_interval 4 --keep_every 1": [4, 6],
+    "--save_interval 0 --keep_every 1": [6],
+    "--save_interval 1 --keep_last 0": [],
 }
 
 
@@ -602,8 +602,7 @@ def test_a_run_keeps_exactly_these_checkpoints(train, tmp_path, flags):
 def test_retention_neither_removes_nor_counts_newer_damaged_checkpoints(train, trained, tmp_path):
     out = damaged_copy(trained, tmp_path, flip(RANK0, -5), 4)
     before = snapshot(checkpoint.step_path(out, 4))
-    text = "--strategy fsdp --save_interval 1 --max_steps 3 --keep_last 1 --allow_changes"
-    run = train(2, text)
+    run = train(2, "--max_steps 3 --save_interval 1 --keep_last 1 --keep_every 0 --allow_changes")
     assert (run.status, run.steps()) == (0, [3, 4])
     assert snapshot(checkpoint.step_path(out, 4)) == before
     assert checkpoint.verify(checkpoint.step_path(out, 3)) is None
@@ -742,7 +741,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(train, trained, 
     if os.geteuid() != 0 or subprocess.run(["mount", "--bind", old, old]).returncode:
         pytest.skip("mounting a file system needs root")
     try:
-        run = train(2, "--strategy fsdp --save_interval 2 --max_steps 6 --keep_last 1")
+        run = train(
+            2, "--strategy fsdp --save_interval 2 --max_steps 6 --keep_last 1 --keep_every 0"
+        )
     finally:
         subprocess.run(["umount", old], check=True)
     assert (run.status, run.steps()) == (0, [2, 6])
@@ -752,7 +753,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(train, trained, 
 
 def test_a_run_trains_on_while_its_disk_is_full(train, small_disk):
     """It tries each save, keeps the earlier checkpoints, and ends with status 1."""
-    text = "--strategy fsdp --max_steps 5 --save_interval 1 --keep_last 0"
+    text = "--strategy fsdp --max_steps 5 --save_interval 1 --keep_every 1"
     run = train(2, text, "disk/run")
     assert run.status == 1
     assert f"{checkpoint.step_path(run.out, 5)}" in run.error

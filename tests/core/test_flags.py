@@ -58,7 +58,6 @@ sample_tokens 3            | 1 |                               | says sample
 save_interval 2            | 1 |                               | files + step-00000004
 keep_last 1                | 1 | --save_interval 2             | files - step-00000004
 keep_every 3               | 1 | --save_interval 1             | files + step-00000003
-checkpoint none            | 1 |                               | files - step-00000005
 init_from {first}          | 1 |                               | loss from 1
 strategy fsdp              | 2 |                               | more reduce_scatter
 dp_shard 1                 | 2 | --strategy hsdp               | fewer reduce_scatter

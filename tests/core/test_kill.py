@@ -27,7 +27,7 @@ STEPS = 13
 SAVE_INTERVAL = 5
 # Eight micro-batches per rank make a step long enough to end a run in the middle of it.
 RUN = (
-    f"--strategy fsdp --max_steps {STEPS} --save_interval {SAVE_INTERVAL} --keep_last 0 "
+    f"--strategy fsdp --max_steps {STEPS} --save_interval {SAVE_INTERVAL} --keep_every 1 "
     "--global_batch_size 16 --micro_batch_size 1"
 )
 LONG_EVALUATIONS = f"{RUN} --eval_interval 1 --eval_sequences 100"  # longer than a step

@@ -31,7 +31,7 @@ STEPS, STOP = 6, 3  # a run's last step, and the step of its first checkpoint
 SEQUENCES, LENGTH = 16, 16  # of a global batch
 
 BASE = f"--max_steps {STEPS} --global_batch_size {SEQUENCES} --lr 1e-2 --max_grad_norm 1.8"
-FILES = f"--save_interval {STOP} --keep_last 0 --optim_metrics_interval 1"
+FILES = f"--save_interval {STOP} --keep_every 1 --optim_metrics_interval 1"
 
 # The sizes of SMALL. The vocabulary of bytes, 257, is rounded up to a multiple of 64.
 D, FF, VOCABULARY = 32, 64, 320
@@ -349,7 +349,7 @@ SENT = {
 def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
     """From the first forward pass of step 2 to that of step 3. DDP has a pass before step 1."""
     row = ROWS[name]
-    text = f"{command_of(row)} --max_steps 3 --log_interval 1000 --checkpoint none"
+    text = f"{command_of(row)} --max_steps 3 --log_interval 1000 --keep_last 0"
     n, first = row.micro_batches, int(name.startswith("ddp"))
     for passes in start(row.ranks, text, tmp_path / "run", count_sent):
         assert len(passes) == first + 3 * n

@@ -188,7 +188,7 @@ def run_with_small_files(argv: list[str], rank: int) -> tuple[int, str, str]:
 
 
 def test_a_write_that_fails_on_rank_1_loses_no_checkpoint(pool, train, tokens, tmp_path):
-    flags = f"{FSDP} --max_steps 6 --save_interval 2 --keep_last 0"
+    flags = f"{FSDP} --max_steps 6 --save_interval 2 --keep_every 1"
     whole = train(2, flags, "whole")
     assert train(2, f"{flags} --max_steps 2", "run").status == 0
     out = tmp_path / "run"

@@ -291,16 +291,16 @@ STARTS = {
     "--max_steps in config.json, no checkpoint yet": [
         bare(before=(*LOST, edit("run/config.json", max_steps=3)), **TO_3)
     ],
-    "--checkpoint none": [
-        Start("--checkpoint none", steps=[1, 2], saved=[]),
-        Start("--checkpoint none --max_steps 3", **TO_3 | {"saved": []}),
+    "--keep_last 0": [
+        Start("--keep_last 0", steps=[1, 2], saved=[]),
+        Start("--keep_last 0 --max_steps 3", **TO_3 | {"saved": []}),
     ],
-    "--checkpoint none, stopped before its first step": [
-        Start(before=(write("run/config.json", {"checkpoint": "none"}),), **TO_2 | {"saved": []}),
+    "--keep_last 0, stopped before its first step": [
+        Start(before=(write("run/config.json", {"keep_last": 0}),), **TO_2 | {"saved": []}),
     ],
-    "--checkpoint none later": [
-        trained("--checkpoint none --max_steps 3", saved=[1, 2], **TO_3),
-        Start("--checkpoint sharded --max_steps 4", saved=[3, 4], **TO_4),
+    "--keep_last 0 later": [
+        trained("--keep_last 0 --max_steps 3", saved=[1, 2], **TO_3),
+        Start("--keep_last 2 --max_steps 4", saved=[3, 4], **TO_4),
     ],
     # or, if this is damaged, after the one before it
     "newest checkpoint damaged": [

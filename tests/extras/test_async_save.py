@@ -19,7 +19,7 @@ ROWS = {
     "single": (1, "--strategy single"),
     "fsdp 2": (2, "--strategy fsdp"),
 }
-SAVES = "--save_interval 2 --keep_last 0 --max_steps 6"
+SAVES = "--save_interval 2 --keep_every 1 --max_steps 6"
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -60,7 +60,7 @@ def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tm
 
 def new_saver(run: Path, rows: list[dict]) -> AsyncSaver:
     """A saver that keeps all checkpoints and reports to `rows`."""
-    keep = dict(keep_last=0, keep_every=0, extra_files={})
+    keep = dict(keep_last=1, keep_every=1, extra_files={})
     report = lambda row, line: rows.append(row)  # noqa: E731
     return AsyncSaver(timedelta(seconds=20), run=run, report=report, **keep)
 
@@ -115,7 +115,7 @@ from pathlib import Path
 import torch, dist
 from extras.async_save import AsyncSaver
 dist.start("cpu")
-options = dict(keep_last=0, keep_every=0, extra_files={}, report=lambda row, line: None)
+options = dict(keep_last=1, keep_every=1, extra_files={}, report=lambda row, line: None)
 saver = AsyncSaver(timedelta(seconds=20), run=Path(sys.argv[1]), **options)
 saver.save({"weight": torch.ones(20_000_000)}, {"step": 1})
 raise RuntimeError("training diverges in a later step")

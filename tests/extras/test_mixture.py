@@ -49,7 +49,7 @@ def test_sequences_of_a_part_follow_in_its_own_order(folders):
 
 def test_a_mixture_gives_the_same_numbers_on_two_ranks_and_after_a_resume(train, folders):  # noqa: F811
     a, b = folders
-    flags = f"--data {a}:0.75,{b}:0.25 --schedule constant --save_interval 3 --keep_last 0"
+    flags = f"--data {a}:0.75,{b}:0.25 --schedule constant --save_interval 3 --keep_every 1"
     one = train(1, f"{flags} --max_steps 6", "one")
     assert train(2, f"{flags} --strategy fsdp --max_steps 3", "two").status == 0
     two = train(2, f"{flags} --strategy fsdp --max_steps 6", "two")

@@ -45,7 +45,7 @@ def test_muon_gives_the_numbers_of_one_rank(train, row):  # noqa: F811
 
 
 def test_a_muon_run_continues_bit_for_bit(train):  # noqa: F811
-    flags = f"--strategy fsdp {MUON} --save_interval 3 --keep_last 0 --schedule constant"
+    flags = f"--strategy fsdp {MUON} --save_interval 3 --keep_every 1 --schedule constant"
     whole = train(2, f"{flags} --max_steps 6", "whole")
     assert train(2, f"{flags} --max_steps 3", "stopped").status == 0
     continued = train(2, f"{flags} --max_steps 6", "stopped")

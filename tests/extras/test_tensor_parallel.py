@@ -45,7 +45,7 @@ def test_tensor_parallel_ranks_give_the_numbers_of_one_rank(train, row):  # noqa
 
 @pytest.mark.slow(proves="further meshes")
 def test_a_run_continues_with_and_without_tensor_parallelism(train):  # noqa: F811
-    whole = train(1, "--save_interval 3 --keep_last 0 --max_steps 6", "whole")
+    whole = train(1, "--save_interval 3 --keep_every 1 --max_steps 6", "whole")
     for ranks, mesh in ((2, "--strategy single --tp 2"), (1, "--strategy single")):
         first = "--strategy single" if ranks == 2 else "--strategy single --tp 2"
         name = f"continued {ranks}"
