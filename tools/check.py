@@ -238,7 +238,7 @@ def parity(ranks: Ranks, check: Check) -> None:
     compare(check, "one rank's", alone.rows, mesh.rows, limits)
     if len(check.problems) > before:
         check.problems.append(first_difference(alone.squares, mesh.squares, limits["loss"]))
-    run = dataclasses.replace(run, checkpoint="sharded", optim_metrics_interval=1)
+    run = dataclasses.replace(run, keep_last=2, optim_metrics_interval=1)
     try:
         for last in (half, steps):
             part = dataclasses.replace(run, max_steps=last)
