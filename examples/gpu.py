@@ -129,7 +129,7 @@ def command_of(step: Step, name: str, work: Path) -> list[str]:
 
 
 def ceilings() -> dict[str, float]:
-    """Return the speeds that tools/planning/predict.py assumes, and the seconds of a new shape."""
+    """Return the speeds that tools/plan.py assumes, and the seconds of a new shape."""
     found = {"cudnn": torch.backends.cudnn.version()}
     a, b = torch.empty(2, 2**31, dtype=torch.uint8, device="cuda")
     copy = min(seconds(lambda: a.copy_(b)) for _ in range(3))

@@ -16,7 +16,7 @@ from conftest import ROOT, TORCHRUN, copy_with, flags, resolve
 import dist
 from tools import check
 from tools.measuring import parity
-from tools.planning.rehearse import Communication
+from tools.rehearse import Communication
 
 SMALL = "--n_layer 3 --micro_batch_size 2 --dtype float32 --strategy ddp"
 

@@ -1,367 +1,303 @@
-"""tools/plan.py and tools/planning/: predictions for a run on a cluster that one does not have."""
+"""tools/plan.py: what a run on a cluster that one does not have holds, sends and takes."""
 
 import collections
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import re
+import shlex
 import statistics
 
 import pytest
-import torch
-from conftest import ROOT, TINY, listen, resolve, rows
+from conftest import ROOT, TINY, listen, resolve
 
+import config
 from model import SIZES, meta_model
-from tools import plan
-from tools.planning import predict
-from tools.planning.predict import Cluster, Group, Links
-from tools.planning.rehearse import Communication, Operation, Rehearsal
+from tools import common, plan
+from tools.plan import Cluster, Device
+from tools.rehearse import Communication, Operation, Rehearsal
 
-# Round numbers: 100 GB/s within a host, 10 GB/s out of a host of 4 devices; no latency
-LINKS = Links(
-    local_size=4,
-    intra_bandwidth=100e9,
-    host_bandwidth=10e9,
-    intra_latency=0.0,
-    inter_latency=0.0,
-    launch_latency=0.0,
-)
-# Devices compute 1e12 FLOP/s x 0.5, with peak_tflops 1, and move data at 32 GB/s.
-CLUSTER = Cluster(
-    world_size=8,
-    device_type="h100",
-    device=dataclasses.replace(predict.DEVICES["h100"], memory_bandwidth=32e9 / predict.STREAM),
-    device_memory=10**9,
-    links=LINKS,
-    achieved=0.5,
-    peak_tflops=1.0,
-)
+# Round numbers: 1 TFLOP/s, 100 GB/s within a host, 10 GB/s out of a host of 4 devices
+DEVICE = Device("round", 1.0, 1.0, 10**9, 1e12 / plan.STREAM, 100e9 / plan.LINK_EFFICIENCY, 0.0)
+CLUSTER = Cluster("round", DEVICE, world_size=8, local_size=4, host_bandwidth=10e9)
+GB = 10**9
 
 
-def rehearsal(
-    communication=(), flops=0.0, recomputed=0.0, accum=1, mesh=(1, 8, 1), grad_sync="batch"
-) -> Rehearsal:
-    """What a rehearsal could have found, for a tiny model of 1,000,000 parameters."""
-    text = f"{TINY} --dtype bfloat16 --micro_batch_size 1 --strategy fsdp"
-    run = resolve(f"{text} --grad_sync {grad_sync}", size=8, device=torch.device("cuda"))
-    run = dataclasses.replace(
-        run,
-        grad_accum_steps=accum,
-        dp_replicate=mesh[0],
-        dp_shard=mesh[1],
-        tp=mesh[2],
-        tokens_per_step=math.prod(mesh[:2]) * accum * run.seq_len,
-    )
+def step_of(row: Communication, n: int, mesh: tuple, grad_sync: str = "batch") -> plan.Seconds:
+    """The predicted step of n micro-batches that compute 2 s forward and 4 s backward each."""
+    run = resolve(f"{TINY} --dtype bfloat16", size=1)
+    replicate, shard, tp = mesh
+    values = dict(dp_replicate=replicate, dp_shard=shard, tp=tp, grad_sync=grad_sync)
+    run = dataclasses.replace(run, grad_accum_steps=n, **values)
     operations = [
-        Operation("forward", "mm", (), flops=flops / 3, bytes=10**9),
-        Operation("backward", "mm", (), flops=flops * 2 / 3 + recomputed),
-        Operation("optimizer", "_fused_adamw_", (), bytes=32 * 10**6),
+        Operation("forward", "mm", (), flops=n * 2e12),
+        Operation("backward", "mm", (), flops=n * 4e12),
+        Operation("optimizer", "_fused_adamw_", (), bytes=10**11),  # 0.1 s
     ]
-    return Rehearsal(
-        run=run,
-        parameters=10**6,
-        parameters_per_rank=10**6,
-        memory={"parameters": 4 * 10**6, "activations": 10**6},
-        state={"parameters": 4 * 10**6, "gradients": 4 * 10**6, "optimizer": 8 * 10**6},
-        communication=list(communication),
-        operations=operations,
-        flops=flops,
-        recomputed_flops=recomputed,
-    )
-
-
-def sends(seconds, collective="all_gather", phase="forward", count=10) -> Communication:
-    """Collectives of 8 ranks on two hosts that take `seconds` in all (all_reduces twice that)."""
-    return Communication("dp_shard", collective, phase, count, round(seconds * 10e9 * 8 / 7))
-
-
-def step(found: Rehearsal, cluster: Cluster = CLUSTER) -> predict.Speed:
-    return predict.speed(found, cluster)
+    found = Rehearsal(run, 1, 1, {}, {}, [row], operations, flops=0.0, recomputed_flops=0.0)
+    return plan.predict(found, CLUSTER)
 
 
 # --------------------------------------------------------------------------------------------------
-# Collectives and the step
+# Seconds
+
+# axis | mesh | ranks of its group, hosts that they are on
+GROUPS = [
+    ("tp", (2, 2, 2), (2, 1)),
+    ("dp_shard", (2, 2, 2), (2, 1)),
+    ("dp_replicate", (2, 2, 2), (2, 2)),
+    ("dp_shard", (1, 4, 2), (4, 2)),
+    ("world", (1, 4, 2), (8, 2)),
+]
 
 
-def test_the_order_of_the_mesh_decides_which_groups_span_hosts():
-    for axis, mesh, group in (
-        ("tp", (2, 2, 2), Group(size=2, hosts=1)),
-        ("dp_replicate", (2, 2, 2), Group(size=2, hosts=2)),
-        ("dp_shard", (1, 4, 2), Group(size=4, hosts=2)),
-        ("world", (1, 4, 2), Group(size=8, hosts=2)),
-    ):
-        assert predict.group_of(axis, mesh, 4) == group
+@pytest.mark.parametrize("axis, mesh, group", GROUPS)
+def test_the_order_of_the_mesh_decides_which_groups_span_hosts(axis, mesh, group):
+    assert plan.group_of(axis, mesh, local_size=4) == group
 
 
-@pytest.mark.parametrize(
-    "collective, group, seconds",
-    [
-        ("all_reduce", Group(4, 1), 2 * 0.75 * 1e9 / 100e9),
-        # All four ranks of a host use all of its network cards.
-        ("all_gather", Group(8, 2), 7 / 8 * 1e9 / 10e9),
-        ("broadcast", Group(8, 2), 7 / 8 * 1e9 / 10e9),
-        # Four groups, each with one rank per host, get a quarter of the cards each.
-        ("all_reduce", Group(2, 2), 2 * 1 / 2 * 1e9 / 2.5e9),
-    ],
-)
-def test_a_ring_is_as_fast_as_its_slowest_link(collective, group, seconds):
-    row = Communication("dp_shard", collective, "forward", 1, 10**9)
-    assert predict.collective_seconds(row, group, LINKS) == pytest.approx(seconds)
+# collective | count | bytes | ranks, hosts | hops within a host and between hosts, starts | seconds
+COLLECTIVES = [
+    ("all_reduce", 1, GB, 4, 1, (6, 0, 1), 2 * 0.75 / 100),
+    # All four ranks of a host use all of its network cards.
+    ("all_gather", 1, GB, 8, 2, (6, 1, 1), 7 / 8 / 10),
+    # Four groups, each with one rank on a host, have a quarter of the cards each.
+    ("all_reduce", 1, GB, 2, 2, (0, 2, 1), 2 * 1 / 2 / 2.5),
+    # A rank of 8 sends 7/8 of its matrices, with a quarter of its host's cards.
+    ("all_to_all", 1, GB, 8, 2, (6, 1, 1), 7 / 8 / 2.5),
+    ("all_gather", 3, 0, 8, 2, (3 * 6, 3, 3), 0.0),
+    # In a tree: up and down log2(1024) levels of hosts
+    ("all_reduce", 1, 0, 4096, 1024, (2 * 3, 2 * 10, 1), 0.0),
+    ("all_gather", 1, GB, 1, 1, (0, 0, 0), 0.0),
+]
 
 
-LATENCIES = {"intra_latency": 1e-6, "inter_latency": 10e-6, "launch_latency": 100e-6}
-SLOW_LINKS = dataclasses.replace(LINKS, **LATENCIES)
-
-
-def test_the_latency_of_a_ring_counts_its_hops():
-    gather = Communication("dp_shard", "all_gather", "forward", 2, 0)
-    # 3 hops within each of the two hosts, one between them
-    assert predict.collective_seconds(gather, Group(8, 2), SLOW_LINKS) == pytest.approx(2 * 116e-6)
-    # Seven hops take 16e-6. The two broadcasts follow each other around the ring: each adds a hop.
-    broadcast = Communication("dp_shard", "broadcast", "optimizer", 2, 0)
-    seconds = 2 * 100e-6 + 16e-6 * (1 + 2 / 7)
-    assert predict.collective_seconds(broadcast, Group(8, 2), SLOW_LINKS) == pytest.approx(seconds)
-
-
-def test_many_hosts_reduce_with_a_tree():
-    reduce = Communication("world", "all_reduce", "optimizer", 1, 0)
-    # 3 hops within a host and log2(1024) between hosts, up and down
-    seconds = 100e-6 + 2 * (3e-6 + 10 * 10e-6)
-    found = predict.collective_seconds(reduce, Group(4096, 1024), SLOW_LINKS)
-    assert found == pytest.approx(seconds)
-
-
-def test_step_time_adds_compute_and_the_optimizer():
-    speed = step(rehearsal(flops=3e12, recomputed=1e12))
-    assert (speed.compute, speed.optimizer) == pytest.approx((4e12 / 0.5e12, 32 * 1e6 / 32e9))
-    assert speed.tokens_per_second_per_device == pytest.approx(speed.tokens / 8.001)
-
-
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_mfu_has_the_definition_of_train_py(device):
-    """On a CPU, where short attention is written out in full, a causal mask hides half of it."""
-    flags = f"{TINY} --world_size 1 --peak_tflops 1 --device_type {device} --json"
-    _, printed, _ = listen(flags.split(), plan.main)
-    one = json.loads(printed)
-    per_token = meta_model(resolve(TINY).model_config).flops_per_token()
-    flops = per_token * one["tokens_per_second_per_device"]
-    assert one["mfu"] == pytest.approx(flops / 1e12)
-
-
-EXCHANGED = Communication("world", "all_to_all", "optimizer", 2, 2 * 10**9)
-SCATTERED = sends(16.0, "reduce_scatter", "backward", count=16)
-WITHIN = Communication("dp_shard", "all_gather", "forward", 1000, round(100e9 * 4 / 3))  # 1 s
-TP = Communication("tp", "all_reduce", "forward", 10, 10**9)  # 0.015 s
-HSDP = (2, 4, 1)
-
-
-@pytest.mark.parametrize(
-    "row, micro_batches, mesh, grad_sync, exposed",
-    [
-        # A forward pass of 2 s hides 9 of 10 gathers.
-        (sends(1.0), 1, None, "batch", 0.1),
-        # Hidden gathers slow compute by a share of the time that they take within a host, 1 s.
-        (WITHIN, 4, HSDP, "batch", predict.SLOWED),
-        # Gradients that are reduced once overlap the last micro-batch only: 15 of 16 parts.
-        (SCATTERED, 4, None, "batch", 16 - 4 * 15 / 16),
-        (SCATTERED, 4, None, "micro_batch", 4 * (4 - 4 * 3 / 4)),
-        # A rank sends 7 of 8 parts of its matrices, with a quarter of its host's bandwidth.
-        (EXCHANGED, 1, HSDP, "batch", 2e9 * 7 / 8 / (10e9 / 4)),
-        # Nothing hides these: the next layer waits for a sum over tp, the update for the norm.
-        (TP, 1, (1, 2, 4), "batch", 0.015),
-        (sends(1.0, "all_reduce", "optimizer", count=1), 1, None, "batch", 2.0),
-    ],
-)
-def test_compute_hides_the_communication_that_overlaps_it(
-    row, micro_batches, mesh, grad_sync, exposed
+@pytest.mark.parametrize("kind, count, size, ranks, hosts, latency, seconds", COLLECTIVES)
+def test_a_collective_takes_its_bytes_and_its_hops(
+    kind, count, size, ranks, hosts, latency, seconds
 ):
-    flops = 3e12 * micro_batches
-    found = step(rehearsal([row], flops, 0.0, micro_batches, mesh or (1, 8, 1), grad_sync))
-    assert found.exposed == pytest.approx({row.axis: exposed})
-    assert found.compute == pytest.approx(6.0 * micro_batches)
+    row = Communication("dp_shard", kind, "forward", count, size)
+    inner, between, starts = latency
+    waits = inner * plan.HOP + between * plan.HOP_BETWEEN_HOSTS + starts * plan.START
+    found = plan.collective_seconds(row, ranks, hosts, CLUSTER)
+    assert found == pytest.approx(seconds + waits, rel=1e-6)
 
 
-CPU = dataclasses.replace(CLUSTER.device, kind="cpu")
+def sends(seconds: float, kind: str, phase: str, count: int, axis: str = "dp_shard"):
+    """Collectives of 8 ranks on two hosts that take `seconds` in all, all_reduces twice that."""
+    return Communication(axis, kind, phase, count, round(seconds * 10e9 * 8 / 7))
 
 
-def test_cpus_do_not_compute_while_they_copy_within_a_host():
-    cpus = dataclasses.replace(CLUSTER, device=CPU)
-    between_hosts = rehearsal([sends(1.0)], flops=3e12)
-    assert step(between_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 0.1})
-    within_hosts = rehearsal([WITHIN], flops=3e12, mesh=HSDP)
-    assert step(within_hosts, cluster=cpus).exposed == pytest.approx({"dp_shard": 1.0})
+FSDP, HSDP, TP = (1, 8, 1), (2, 4, 1), (1, 2, 4)
+WITHIN = Communication("dp_shard", "all_gather", "forward", 1000, round(100e9 * 4 / 3))  # 1 s
+# What is sent | micro-batches | mesh | --grad_sync | exposed seconds
+EXPOSED = {
+    "a forward hides 9 of 10 gathers": (
+        (sends(1.0, "all_gather", "forward", 10), 1, FSDP, "batch"),
+        0.1,
+    ),
+    "hidden gathers slow compute": ((WITHIN, 4, HSDP, "batch"), plan.SLOWED),
+    "the last backward hides 15 of 16 reductions": (
+        (sends(16.0, "reduce_scatter", "backward", 16), 4, FSDP, "batch"),
+        16 - 4 * 15 / 16,
+    ),
+    "each backward hides 3 of 4 reductions": (
+        (sends(16.0, "reduce_scatter", "backward", 16), 4, FSDP, "micro_batch"),
+        4 * (4 - 4 * 3 / 4),
+    ),
+    "a layer waits for tp": (
+        (Communication("tp", "all_reduce", "forward", 10, GB), 1, TP, "batch"),
+        2 * 3 / 4 / 100,
+    ),
+    "the update waits for the norm": (
+        (sends(1.0, "all_reduce", "optimizer", 1), 1, FSDP, "batch"),
+        2.0,
+    ),
+}
 
 
-def test_cpus_scatter_in_two_passes():
-    assert predict.default_links(CPU, 4).scatter_passes == 2
+@pytest.mark.parametrize("arguments, exposed", EXPOSED.values(), ids=EXPOSED)
+def test_compute_hides_the_communication_that_overlaps_it(arguments, exposed):
+    _, n, *_ = arguments
+    found = step_of(*arguments)
+    assert found.exposed == pytest.approx(exposed, abs=0.015)  # latencies
+    assert (found.compute, found.update) == pytest.approx((6 * n, 0.1))
+    assert found.step == found.compute + found.exposed + found.update
 
 
-def test_a_row_of_communication_sums_over_phases():
-    found = rehearsal([sends(1.0), sends(3.0, phase="backward")])
-    request, *_ = plan.parse(f"{TINY} --world_size 8".split())
-    request = dataclasses.replace(request, cluster=CLUSTER)
-    (row,) = plan.Plan(request, found, step(found), options=None).communication()
-    assert row["count"] == 20
-    assert row["seconds"] == pytest.approx(4.0)
+def test_an_operation_computes_and_moves_bytes():
+    for name, flops, moved, count, seconds in (
+        ("mm", 1e12, 10**12, 1, 2.0),
+        ("_flash_attention", plan.ATTENTION * 1e12, 0, 1, 1.0),
+        ("add", 0, 10**12, 1, 1.0),
+        ("add", 0, 0, 100, 100 * plan.LAUNCH),
+    ):
+        row = Operation("forward", name, (), count, flops, moved)
+        assert plan.operation_seconds(row, DEVICE) == pytest.approx(seconds)
 
 
 # --------------------------------------------------------------------------------------------------
 # The command
 
 
-ON_TWO_HOSTS = "--world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
+def command(flags: str) -> tuple[int, str, str]:
+    """Status, lines and error of the command."""
+    return listen(flags.split(), plan.main)
 
 
-def figures(text: str) -> tuple[list[dict], dict[str, int], int]:
-    """Return what a rank sends and saves, and its number of parameters."""
-    request, options, _ = plan.parse(f"{text} --tokens 1e9".split())
-    one = plan.make_plan(request, options)
-    hours = 1e9 / 3600 / one.speed.tokens_per_second_per_device
-    assert one.fits and one.hours == pytest.approx(hours / one.request.cluster.world_size)
-    assert one.rehearsal.memory["optimizer"] >= 8 * one.rehearsal.parameters_per_rank
-    return one.communication(), one.checkpoint(), one.rehearsal.parameters_per_rank
+def planned(flags: str) -> tuple[plan.Plan, list[dict]]:
+    """A plan, and what a rank sends."""
+    found = plan.make_plan(*plan.parse(flags.split())[:2])
+    return found, plan.communication(found)
+
+
+ON_TWO_HOSTS = f"{TINY} --world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
 
 
 def test_a_plan_reports_bytes_between_hosts_and_on_disk(pool):
-    ((sent, saved, parameters),) = pool(1, figures, f"{TINY} {ON_TWO_HOSTS}")
-    assert all(0 < row["wire_bytes"] <= 2 * row["bytes"] and row["count"] > 0 for row in sent)
-    between = {(row["axis"], row["collective"]): row["inter_host"] for row in sent}
-    assert between["dp_shard", "all_gather"] is False
-    assert between["dp_replicate", "all_reduce"] is True
-    # Each of two replicas writes half of the 12 bytes per parameter and of some counters.
-    assert 0 < saved["bytes_per_rank"] - 6 * parameters < 1000
-    assert saved["bytes_per_host"] == 8 * saved["bytes_per_rank"]
+    ((found, sent),) = pool(1, planned, ON_TWO_HOSTS)
+    rows = {(row["axis"], row["collective"]): row for row in sent}
+    gathered, reduced = rows["dp_shard", "all_gather"], rows["dp_replicate", "all_reduce"]
+    assert (gathered["between_hosts"], reduced["between_hosts"]) == (False, True)
+    assert gathered["wire_bytes"] == gathered["bytes"] * 7 / 8  # 8 shards
+    assert reduced["wire_bytes"] == 2 * reduced["bytes"] / 2  # 2 replicas
+    lines = "\n".join(plan.report(found))
+    # Each of two replicas writes half of the 12 bytes per parameter.
+    share = 6 * found.found.parameters_per_rank
+    assert f"saves   {plan.gigabytes(share)} GB a rank, {plan.gigabytes(8 * share)} GB a" in lines
+    assert found.fits and "fits" in lines
+    per_token = meta_model(resolve(TINY).model_config).flops_per_token()
+    mfu = found.tokens_per_second * per_token / 989e12
+    assert f" {found.tokens_per_second:,.0f} tokens/s/device, MFU {mfu:.1%}" in lines
+    assert found.tokens_per_second == 32 * 16 / 16 / found.seconds.step
+    device = dataclasses.replace(DEVICE, memory=math.ceil(found.found.peak / plan.USABLE) - 10)
+    small = dataclasses.replace(found, cluster=dataclasses.replace(CLUSTER, device=device))
+    assert not small.fits and "DOES NOT FIT" in "\n".join(plan.report(small))
 
 
-def planned(found: Rehearsal, text: str) -> plan.Plan:
-    """The plan of this rehearsal."""
-    request, options, _ = plan.parse(f"{TINY} {text}".split())
-    return plan.Plan(request, found, predict.speed(found, request.cluster), options)
+SEVERAL = (
+    f"{TINY} --n_layer 1 --world_size 4 --nproc_per_node 2 --global_batch_size 8 --dtype bfloat16"
+)
 
 
-ON_EIGHT = "--world_size 8 --micro_batch_size 1 --strategy fsdp --tokens 1e9"
+def chosen(flags: str, memory: int | None) -> tuple[list[str], tuple]:
+    """The lines of --choose on devices with `memory`, and the run of the printed command."""
+    flags, cluster, _ = plan.parse(flags.split())
+    device = dataclasses.replace(cluster.device, memory=memory)
+    lines = [*plan.choose(flags, dataclasses.replace(cluster, device=device))]
+    _, _, typed = lines[-1].partition("train.py ")
+    source = common.unread_source("", 320)
+    run = common.resolve(config.parse(shlex.split(typed)), cluster.world, source)
+    return lines, tuple(getattr(run, name) for name in plan.CHOSEN)
 
 
-def test_a_run_that_does_not_fit_is_reported_on_one_screen():
-    found = rehearsal([sends(1.0)], flops=3e12)
-    lines = [*plan.report(planned(dataclasses.replace(found, memory={"other": 10**12}), ON_EIGHT))]
-    assert len(lines) < 30
-    assert "DOES NOT FIT (limit 90%)" in "\n".join(lines)
+# Given flags: the strategies that are tried
+GIVEN = {
+    "--activation_checkpointing none": {"ddp", "hsdp", "fsdp"},
+    "--strategy fsdp --grad_sync batch": {"fsdp"},
+}
 
 
-def test_json_has_the_figures_of_the_text():
-    found = planned(rehearsal([sends(1.0)], flops=3e12, recomputed=1e12), ON_EIGHT)
-    printed = "\n".join(plan.report(found))
-    one = json.loads(json.dumps(plan.figures(found), allow_nan=False))
-    assert one["step_time"] == one["compute"] + one["optimizer"] + sum(one["exposed"].values())
-    (sent,) = one["sends"]
-    for figure in (
-        f"gradients {plan.gigabytes(one['state']['gradients'])} + ",
-        f"activations {plan.gigabytes(one['memory']['activations'])}",
-        f"= {plan.gigabytes(one['peak_memory'])} GB of {plan.gigabytes(one['device_memory'])} GB",
-        f"on the wire {plan.gigabytes(sent['wire_bytes']):>6} GB  within a host",
-        f"{one['flops'] / 1e12:.1f} + {one['recomputed_flops'] / 1e12:.1f} recomputed TFLOP",
-        f"{one['exposed']['dp_shard']:.4g} of {one['communication']['dp_shard']:.4g} s",
-        f"= {one['step_time']:.4g} s\n",
-        f"here {0.98 * one['step_time']:.4g} to {1.42 * one['step_time']:.4g} s",
-        f"{one['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {one['mfu']:.1%}",
-        f"{one['training_hours']:,.1f} hours x {one['mesh']['dp_shard']}",
-    ):
-        assert figure in printed
-    assert one["fits"] is True and one["measured"] is None
+@pytest.mark.parametrize("given", GIVEN)
+def test_the_fastest_run_that_fits_is_chosen(pool, given):
+    ((small, _),) = pool(1, planned, f"{SEVERAL} --strategy fsdp --micro_batch_size 1")
+    memory = math.ceil(1.001 * small.found.peak / plan.USABLE)
+    ((lines, choice),) = pool(1, chosen, f"{SEVERAL} {given}", memory)
+    rows = [line.split(None, 5) for line in lines[1 : lines.index("")]]
+    fitting, too_large = {}, []
+    for strategy, recomputed, sync, size, gigabytes, took in rows:
+        if took == "does not fit":
+            too_large.append(float(gigabytes))
+        else:
+            fitting[strategy, recomputed, sync, int(size)] = float(took)
+    sizes = [float(gigabytes) for *_, gigabytes, took in rows if took != "does not fit"]
+    assert max(sizes) <= min(too_large)
+    assert choice == min(fitting, key=fitting.get)
+    assert {strategy for strategy, *_ in rows} == GIVEN[given]
 
 
-def run_the_loop() -> list[str]:
-    """The lines that the loop of docs/plan.md prints."""
-    page = (ROOT / "docs/plan.md").read_text()
-    (code,) = re.findall(r"## The fastest of many plans\n.*?```python\n(.*?)```", page, re.DOTALL)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(code, {})
-    return out.getvalue().splitlines()
+# Flags | what the line on stderr says
+REFUSED = {
+    "--world_size 12 --nproc_per_node 8": "12",
+    "--world_size 0": "0",
+    "--choose --world_size 2 --device_type cpu": "cpu|GPU",
+    "--choose --world_size 2 --dtype float32 --model gpt2-124m": "bfloat16",
+    "--choose --world_size 1 --model llama3-70b --n_layer 4": "fits",
+    "--world_size 4 --strategy hsdp --dp_shard 3": "dp_shard 3",
+    "": "world_size",
+}
 
 
-@pytest.mark.slow(proves="the loop of docs/plan.md")
-def test_the_documented_loop_runs_unchanged(pool):
-    (lines,) = pool(1, run_the_loop)
-    assert len(lines) == 5 and "--strategy hsdp --tp 1 --micro_batch_size 32" in lines[0]
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_planned_is_one_line(pool, flags):
+    ((status, _, error),) = pool(1, command, flags)
+    assert status == 2
+    assert re.search(REFUSED[flags], error) and error.count("\n") <= 1
 
 
-def figures_of_tables() -> list[tuple[str, str]]:
-    """(figure shown, figure planned) for each plan in a table of the documents."""
+def test_the_vocabulary_is_read_from_the_data(tokens, tmp_path):
+    def vocab_size(text: str) -> int:
+        flags, *_ = plan.parse(f"--world_size 8 {text}".split())
+        return plan.find_source(flags, SIZES["gpt2-124m"]).vocab_size
 
-    def make_plan(flags: str) -> plan.Plan:
-        return plan.make_plan(*plan.parse(flags.split()))
+    assert vocab_size(f"--data {tokens}") == 257
+    assert vocab_size("") == vocab_size(f"--data {tmp_path}/none") == 50257
 
-    found = []
+
+BANDWIDTHS = {
+    "--world_size 8 --nproc_per_node 4 --host_bandwidth 10": 10e9,
+    "--world_size 8 --nproc_per_node 4": 0.8 * 4 * 50e9,
+}
+
+
+@pytest.mark.parametrize("flags", BANDWIDTHS)
+def test_the_cluster_has_the_bandwidth_of_the_flag(flags):
+    _, cluster, _ = plan.parse(flags.split())
+    assert (cluster.hosts, cluster.host_bandwidth) == (2, BANDWIDTHS[flags])
+
+
+# --------------------------------------------------------------------------------------------------
+# The pages
+
+
+def peaks_of_configurations() -> list[tuple[str, str]]:
+    """(peak shown, peak planned) for each row of the reference's table of configurations."""
     reference = (ROOT / "docs/reference.md").read_text()
     row = r"^\| `([\w-]+\.json)`.*?\| (\d+) \|.*\| ([\d.]+) GB \|$"
+    found = []
     for name, ranks, shown in re.findall(row, reference, re.M):
-        planned = make_plan(f"--config {ROOT}/configs/{name} --world_size {ranks}")
-        found.append((shown, plan.gigabytes(planned.rehearsal.peak)))
-    page = (ROOT / "docs/plan.md").read_text()
-    (flags,) = re.findall(r"tools\.plan (--model olmo-1b .*) --strategy ddp\n", page)
-    for mesh, shown in re.findall(r"^\| `(--strategy .*?)` \| ([\d,]*\d)", page, re.M):
-        planned = make_plan(f"{flags} {mesh}")
-        found.append((shown, f"{planned.speed.tokens_per_second_per_device:,.0f}"))
+        one, _ = planned(f"--config {ROOT}/configs/{name} --world_size {ranks}")
+        found.append((shown, plan.gigabytes(one.found.peak)))
     return found
 
 
-@pytest.mark.slow(proves="plans of large models in tables of the documents")
-def test_tables_show_the_figures_of_the_planner(pool):
-    (found,) = pool(1, figures_of_tables, timeout=200)
-    assert len(found) == 6
-    assert [shown for shown, _ in found] == [planned for _, planned in found]
+@pytest.mark.slow(proves="plans of large models in the reference")
+def test_the_reference_shows_the_planned_peaks(pool):
+    (found,) = pool(1, peaks_of_configurations, timeout=200)
+    assert len(found) == 3
+    assert [shown for shown, _ in found] == [peak for _, peak in found]
 
 
 PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
-SETS = {"fitted": "fitted on", "blind": "blind"}
-
-
-def test_the_published_rows_can_be_planned():
-    sets = collections.Counter(row["set"] for row in PUBLISHED)
-    assert sets == {"fitted": 12, "blind": 21}
-    for device in predict.DEVICES.values():
-        assert device.kind == "cpu" or device.float32 or device.peak
-    for row in PUBLISHED[::6]:
-        plan.parse(row["flags"].split())
-        assert row["source"] and row["tokens_per_second_per_device"] > 0
 
 
 def predict_published() -> list[float]:
-    """Return predicted / published speed - 1 for each row."""
+    """Predicted / published speed - 1 of each row."""
     found = []
     for row in PUBLISHED:
-        request, options, _ = plan.parse(row["flags"].split())
-        one = plan.make_plan(request, options)
-        ratio = one.speed.tokens_per_second_per_device / row["tokens_per_second_per_device"]
-        found.append(ratio - 1)
+        one, _ = planned(row["flags"])
+        found.append(one.tokens_per_second / row["tokens_per_second_per_device"] - 1)
     return found
 
 
-def classes(row: dict) -> list[str]:
-    """The lines of docs/plan.md's table in which a row counts."""
-    request, _, _ = plan.parse(row["flags"].split())
-    run, device = request.resolve(), request.cluster.device_type
-    name = SETS[row["set"]]
-    kinds = []
-    if name == "blind":
-        kinds = [device, row["trainer"], "tp" if run.tp > 1 else run.strategy]
-    if name == "blind" and device in ("b300", "gh200", "mi325x"):
-        kinds.append("devices seen only by their data sheets")
-    return [name] + [f"{name}: {kind}" for kind in kinds]
-
-
-@pytest.mark.slow(proves="all 33 published runs")
-def test_errors_of_published_runs_match_docs_plan(pool):
-    """Prints the tables of docs/plan.md (pytest -s): each run, then errors by group."""
+@pytest.mark.slow(proves="the table of published runs")
+def test_errors_of_published_runs_are_those_of_the_page(pool):
+    """Prints each run and the rows of the table in docs/plan.md with pytest -s."""
     (errors,) = pool(1, predict_published, timeout=800)
-    groups = {}
+    groups = collections.defaultdict(list)
     for row, error in zip(PUBLISHED, errors):
         print(f"| {row['name']} | {row['tokens_per_second_per_device']:,.0f} | {error:+.0%} |")
-        for name in classes(row):
-            groups.setdefault(name, []).append(error)
+        groups[row["set"]].append(error)
     table = [
         f"| {name} | {len(group)} | {statistics.median(map(abs, group)):.0%} "
         f"| {statistics.median(group):+.0%} | {max(group, key=abs):+.0%} "
@@ -369,96 +305,8 @@ def test_errors_of_published_runs_match_docs_plan(pool):
         for name, group in groups.items()
     ]
     print("\n".join(table))
-    ratios = {name: [] for name in SETS}
-    for row, error in zip(PUBLISHED, errors):
-        ratios[row["set"]].append(1 + error)
-    low, _, high = statistics.quantiles(ratios["blind"], method="inclusive")
-    assert (low, high) == pytest.approx(predict.TOOK, abs=0.005)
-    compiled = [1 + error for row, error in zip(PUBLISHED, errors) if "124M" in row["name"]]
-    assert (min(compiled), max(compiled)) == pytest.approx(predict.COMPILED, abs=0.005)
+    low, _, high = statistics.quantiles((1 + e for e in groups["blind"]), method="inclusive")
+    print(f"quartiles of measured / predicted seconds: {low:.3f}, {high:.3f}")
+    assert (low, high) == pytest.approx(plan.TOOK, abs=0.005)
     page = (ROOT / "docs/plan.md").read_text()
-    documented = re.findall(r"^\| .* \| [-+]\d+% \| [-+]\d+% \| \d+ \|$", page, re.M)
-    assert len(documented) == 4 and {*documented} <= {*table}
-
-
-ON_HOSTS_OF_4 = "--world_size 8 --nproc_per_node 4 --model gpt2-124m"
-
-
-def test_the_cluster_has_the_bandwidths_of_the_flags():
-    bandwidths = "--intra_host_bandwidth 100 --inter_host_bandwidth 10"
-    request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} {bandwidths}".split())
-    links = request.cluster.links
-    assert (links.intra_bandwidth, links.host_bandwidth) == (100e9, 10e9)
-    assert request.cluster.world.local_size == 4
-
-
-@pytest.mark.parametrize(
-    "device, dtype, tflops",
-    [("rtx4090", "bfloat16", 165.2), ("a6000", "bfloat16", 154.8), ("v100", "float32", 15.7)],
-)
-def test_a_workstation_card_needs_no_peak_tflops(device, dtype, tflops):
-    request, *_ = plan.parse(f"{ON_HOSTS_OF_4} --device_type {device}".split())
-    run = request.resolve()
-    assert run.dtype == dtype
-    assert predict.peak_flops(request.cluster, run) == tflops * 1e12
-
-
-def test_what_was_measured_on_a_device_comes_before_the_assumptions(tmp_path):
-    speeds = {"products, TFLOP/s": 494.5, "attention, TFLOP/s": 346.15, "copy, TB/s": 2.01}
-    of_h100 = {
-        "device": "NVIDIA H100 80GB HBM3",
-        "steps": {"ceilings": {"status": 0, "figures": speeds}},
-    }
-    failed = of_h100 | {"steps": {"ceilings": {"status": 1}}}
-    for name, contents in (("earlier", failed), ("h100", of_h100)):
-        (tmp_path / "results" / name).mkdir(parents=True)
-        (tmp_path / "results" / name / "a.json").write_text(json.dumps(contents))
-    h100 = predict.with_measured(predict.DEVICES["h100"], tmp_path / "results")
-    assert (h100.products, h100.attention, h100.stream) == pytest.approx((0.5, 0.7, 0.6))
-    assert h100.measured == "results/h100/a.json"
-    h200 = predict.DEVICES["h200"]
-    assert predict.with_measured(h200, tmp_path / "results") == h200
-    # 1 s each at the measured speeds: a product, attention, and what moves 2.01 TB
-    cluster = dataclasses.replace(CLUSTER, device=h100, achieved=None)
-    for name, flops, moved in (
-        ("mm", 494.5e12, 0),
-        ("_flash_attention", 346.15e12, 0),
-        ("add", 0, 2.01e12),
-    ):
-        row = Operation("forward", name, (), count=1, flops=flops, bytes=moved)
-        assert predict.operation_seconds(row, 989e12, cluster) == pytest.approx(1)
-
-
-def test_the_vocabulary_is_read_from_the_data(tokens):
-    request, _, _ = plan.parse(f"{ON_HOSTS_OF_4} --data {tokens}".split())
-    assert request.source.vocab_size == 257
-    assert plan.parse(ON_HOSTS_OF_4.split())[0].source.vocab_size == 50257
-    # A configuration can be planned without its data.
-    argv = ["--config", str(ROOT / "configs/olmo-1b.json"), "--world_size", "64"]
-    request, _, _ = plan.parse(argv)
-    assert request.source.vocab_size == SIZES["olmo-1b"].vocab_size
-
-
-def test_a_plan_of_a_run_shows_what_was_measured(run, pool):
-    run(1, "--max_steps 5 --save_interval 5")
-    out = run(2, "--max_steps 8 --strategy ddp")
-    argv = f"--run {out} --peak_tflops 1".split()
-    ((status, table, _),) = pool(1, listen, argv, plan.main)
-    assert status == 0
-    assert "mesh        ddp: dp_replicate 2 x dp_shard 1 x tp 1 = 2 x cpu, 2 on each" in table
-    log = [row for row in rows(out) if row["step"] > 5]
-    took = statistics.median(row["step_time"] for row in log[1:])
-    peak = plan.gigabytes(max(row["peak_host_memory"] for row in log))
-    assert f"measured    step {took:.4g} s, the median; peak memory {peak} GB" in table
-    # The same log, changed as if GPUs had written it
-    file = out / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in lines:
-        line["peak_device_memory"] = 7
-        if line.get("event") == "start":
-            line["device"] = "NVIDIA B200"
-            line["config"]["warmup_steps"] = 50  # the default, though there are only 8 steps
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    request, _, measured = plan.parse(["--run", str(out)])
-    assert (request.cluster.device_type, request.resolve().strategy) == ("b200", "ddp")
-    assert measured.peak_memory == 7
+    assert re.findall(r"^\| .* \| [-+]\d+% \| [-+]\d+% \| \d+ \|$", page, re.M) == table

@@ -14,7 +14,7 @@ import model
 import optim
 import train
 from extras.profile import CommunicationCounter, OperationCounter, Traffic
-from tools.planning.rehearse import rehearse
+from tools.rehearse import rehearse
 
 # --------------------------------------------------------------------------------------------------
 # Communication, counted and compared with formulas

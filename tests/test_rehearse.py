@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import optim
 from model import meta_model
-from tools.planning import rehearse as rehearsing
-from tools.planning.rehearse import Recorder, Rehearsal, at_peak, rehearse
+from tools import rehearse as rehearsing
+from tools.rehearse import Recorder, Rehearsal, at_peak, rehearse
 
 # A micro-batch is one sequence: four ranks accumulate a quarter of the global batch each, two tp
 # groups a half. A rehearsal runs three of four micro-batches.

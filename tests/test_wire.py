@@ -68,9 +68,9 @@ def test_a_step_sends_the_planned_bytes(tokens, tmp_path, mesh, size):
     parent.join()
     if parent.exitcode == 1:
         pytest.skip("network namespaces need root")
-    cluster = f"--world_size {size} --nproc_per_node {size} --device_type cpu --peak_tflops 1"
-    request, options, _ = plan.parse([*argv, *cluster.split()])
-    sent = [row["wire_bytes"] for row in plan.make_plan(request, options).communication()]
+    words = f"--world_size {size} --nproc_per_node {size} --device_type cpu"
+    planned_flags, cluster, _ = plan.parse([*argv, *words.split()])
+    sent = [row["wire_bytes"] for row in plan.communication(plan.make_plan(planned_flags, cluster))]
     planned = size * sum(sent)
     found = json.loads((tmp_path / "bytes").read_text())
     print(f"\n{mesh} on {size}: {found:,.0f} bytes, planned {planned:,.0f}: {found / planned:.4f}")

@@ -34,7 +34,7 @@ from torch.utils import collect_env
 import checkpoint
 import dist
 import errors
-from tools import common
+from tools import common, rehearse
 from tools.common import Run, flag_value
 from tools.measuring import fuzz
 from tools.measuring.parity import (
@@ -50,7 +50,6 @@ from tools.measuring.parity import (
     spread,
     train_watched,
 )
-from tools.planning import rehearse
 
 STEPS = 20
 GRAD_ACCUM_STEPS = 2  # so that gradient accumulation is checked as well

@@ -35,7 +35,7 @@ from tools import common
 from tools.common import Origin, Run, read_full
 from tools.measuring import parity
 from tools.measuring.parity import GRADIENTS, PERTURBED, WEIGHTS, Check, RunLog
-from tools.planning.rehearse import leave_group
+from tools.rehearse import leave_group
 
 RANKS = 4
 STEPS = 6
