@@ -151,7 +151,7 @@ def planned(flags: str) -> tuple[plan.Plan, list[dict]]:
     return found, plan.communication(found)
 
 
-ON_TWO_HOSTS = f"{TINY} --world_size 16 --strategy hsdp --micro_batch_size 1 --global_batch_size 32"
+ON_TWO_HOSTS = f"{TINY} --world_size 16 --strategy hsdp --tp 2 --global_batch_size 32"
 
 
 def test_a_plan_reports_bytes_between_hosts_and_on_disk(pool):
@@ -159,7 +159,7 @@ def test_a_plan_reports_bytes_between_hosts_and_on_disk(pool):
     rows = {(row["axis"], row["collective"]): row for row in sent}
     gathered, reduced = rows["dp_shard", "all_gather"], rows["dp_replicate", "all_reduce"]
     assert (gathered["between_hosts"], reduced["between_hosts"]) == (False, True)
-    assert gathered["wire_bytes"] == gathered["bytes"] * 7 / 8  # 8 shards
+    assert gathered["wire_bytes"] == gathered["bytes"] * 3 / 4  # 4 shards
     assert reduced["wire_bytes"] == 2 * reduced["bytes"] / 2  # 2 replicas
     lines = "\n".join(plan.report(found))
     # Each of two replicas writes half of the 12 bytes per parameter.
