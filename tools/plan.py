@@ -25,8 +25,7 @@ from data import TokenFolder
 from errors import UsageError
 from model import SIZES, ModelConfig
 from tools import common
-from tools.common import Run, flag_value
-from tools.measuring.runs import read
+from tools.common import Run, flag_value, read_rows, read_starts
 from tools.measuring.tables import add_flags, count, positive_number
 from tools.planning import predict
 from tools.planning.predict import DEVICES, Cluster, Request
@@ -155,9 +154,9 @@ def read_run(options: argparse.Namespace, flags: dict) -> tuple[Request, Measure
     Raises UsageError if this start has logged no training row.
     """
     folder = options.run
-    log = read(folder, folder)
-    start = log.starts[-1]
-    rows = [row for row in log.training if row["step"] > start["step"]]
+    start = read_starts(Path(folder))[-1]
+    rows = [row for row in read_rows(Path(folder) / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in rows if row["step"] > start["step"]]
     if not rows:
         raise UsageError(f"{folder} has no training row of its last start yet: let it run longer")
     flags = common.recorded_flags(Path(folder), start) | flags
