@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import re
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -259,3 +261,28 @@ def test_the_recorded_runs_give_the_table_of_the_document(compared):
         runs += [ROOT / f"docs/runs/seeds/{name}-{seed}" for seed in range(10)]
     expected = table_cells(page[page.index("| `--lr` |") :].partition("\n\n")[0])
     assert compared(*runs)[1] == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# The picture
+
+
+def test_the_picture_has_the_curves_of_each_run_and_a_line_at_each_restart(tmp_path, compared):
+    pytest.importorskip("matplotlib", reason="needs tests/requirements-extra.txt")
+    a = write_losses(tmp_path / "a", {1: 4.0, 2: 3.0, 3: None, 4: 2.0}, {4: 2.5})
+    b = [start_row(), training_row(1), training_row(3), start_row(step=2), training_row(3)]
+    compared(a, write(tmp_path / "b", b), "--plot", tmp_path / "curves.svg")
+    picture = (tmp_path / "curves.svg").read_text()
+    curves, restarts = defaultdict(list), defaultdict(int)  # colour -> points of curves; lines
+    for path, colour in re.findall(r'<path d="([^"]*)"[^>]*stroke: (#\w+)', picture):
+        x = re.findall(r"[ML] (\S+)", path)
+        if len(x) == 2 and x[0] == x[1]:
+            restarts[colour] += 1
+        else:
+            curves[colour].append(len(x))
+    blue, orange = "#1f77b4", "#ff7f0e"
+    # Finite losses of `a`, its evaluation, three more panels, and the line of the legend
+    assert curves[blue] == [3, 1, 4, 4, 4, 3] and restarts[blue] == 0
+    assert curves[orange] == [2, 2, 2, 2, 3] and restarts[orange] == 5
+    texts = re.findall("<!-- (.*) -->", picture)
+    assert texts.count("a") == texts.count("b") == 1 and {*compare.PANELS.values()} < {*texts}

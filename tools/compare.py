@@ -1,7 +1,7 @@
 """Compare runs by their logs: which one is better, and where do two of them part?
 
 python -m tools.compare runs/ddp runs/fsdp
-python -m tools.compare runs/*
+python -m tools.compare runs/* --plot curves.png
 python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 
 Runs that differ only in --seed are one setting, and a second table compares settings.
@@ -263,6 +263,52 @@ def p_value(pairs: list[float]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
+# The curves
+
+PANELS = {  # column -> title
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "grad_norm": "gradient norm",
+    "tokens_per_second_per_device": "tokens/s per device",
+    "gigabytes": "peak memory of a rank in GB",
+}
+
+
+def plot(logs: list[Log], file: Path) -> None:
+    """Draw the curves of the runs, with a thin vertical line at each step where a run restarted."""
+    from matplotlib import colormaps  # an optional package
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    *panels, for_legend = figure.subplots(2, 3, sharex=True).flat
+    colours = colormaps["tab10"].colors
+    if len(logs) > len(colours):
+        colours = colormaps["turbo"](np.linspace(0, 1, len(logs)))
+    for panel, (column, title) in zip(panels, PANELS.items()):
+        for log, colour in zip(logs, colours):
+            points = log.columns[column]
+            marker = "." if len(points) < 30 else None  # a single evaluation is no line
+            style = dict(color=colour, alpha=0.8, marker=marker, label=log.name)
+            panel.plot(points.keys(), points.values(), **style)
+            for start in log.starts[1:]:
+                panel.axvline(start["step"], color=colour, linewidth=0.8)
+        if column in ("loss", "val_loss", "grad_norm"):
+            panel.set_yscale("log")
+            panel.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
+        else:
+            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
+        panel.set(title=title, xlabel="step")
+        panel.tick_params(labelbottom=True)
+        panel.grid(which="both", alpha=0.3)
+    for_legend.axis("off")
+    names = panels[0].get_legend_handles_labels()
+    legend = for_legend.legend(*names, loc="upper left", ncols=1 + len(logs) // 20)
+    legend.set_in_layout(False)  # many names would leave no place for the curves
+    figure.savefig(file)
+
+
+# --------------------------------------------------------------------------------------------------
 # The command line
 
 
@@ -273,7 +319,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     help = "relative difference above which a loss or a parameter counts as different (default: "
     help += "0.01)"
     add("--tolerance", type=errors.number(float, 0.0), default=1e-2, metavar="T", help=help)
-    return parser.parse_args(argv)
+    help = "also draw the curves in a picture (.png, .svg or .pdf); needs matplotlib"
+    add("--plot", type=Path, metavar="FILE", help=help)
+    args = parser.parse_args(argv)
+    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--plot {args.plot}: the name must end in .png, .svg or .pdf")
+    return args
 
 
 def run(argv: list[str]) -> None:
@@ -288,6 +339,8 @@ def run(argv: list[str]) -> None:
     print(table_of_runs(ranked, args.tolerance))
     if over_seeds := table_of_settings(logs):
         print(f"\n{over_seeds}")
+    if args.plot:
+        plot(logs, args.plot)
 
 
 def main(argv: list[str]) -> int:
