@@ -100,12 +100,13 @@ def test_lines_that_are_not_rows_and_rows_that_a_restart_repeats_do_not_count(tm
     runs = [write_losses(tmp_path / name, {1: 3.0, 2: 2.0}, {2: 2.5}) for name in "ab"]
     void = [training_row(3, loss=9.0, peak_host_memory=9e9), {"step": 3, "val_loss": 0.1}]
     with open(runs[1] / "metrics.jsonl", "a") as log:
-        for each in ({"note": "lr looks high"}, 12, *void, start_row(step=2)):
+        for each in ({"note": "lr looks high"}, 12, *void, start_row(step=2, seed=1)):
             log.write(json.dumps(each) + "\n")
         log.write('{"step": 3, "lo')  # torn
     (found,) = compared(*runs)
     assert found["best validation loss"] == found["final validation loss"] == ["2.5000", "2.5000"]
     assert found["peak memory of a rank in GB"] == ["0.41", "0.41"]
+    assert found["`--seed`"] == ["None", "1"]  # of the last start
     assert row(found, "first loss") == ["-", "never: at most 0 in 2 steps that both runs logged"]
 
 
@@ -184,9 +185,9 @@ STATISTICS |= dict(exp_avg_sq_norm=0.0, momentum_buffer_norm=None)
             {"2a": {"grad_norm": 1.9, "exp_avg_norm": 0.1}, "2b": {"grad_norm": 1.0}},
             "step 2: b grad_norm by 0.5, and 1 more",
         ),
-        # Rounding may grow from 0.009 to 0.5.
+        # Rounding may grow from 0.009 to 0.5, and decide what is clipped.
         (
-            {"1b": {"grad_norm": 1.982}, "3a": {"grad_norm": 1.0}},
+            {"1b": {"grad_norm": 1.982}, "2a": {"clipped": 1.0}, "3a": {"grad_norm": 1.0}},
             "never: at most 0.5 in 3 steps that both runs logged",
         ),
         ({"2a": {"grad_norm": None}}, "step 2: a grad_norm by inf"),
@@ -197,7 +198,7 @@ STATISTICS |= dict(exp_avg_sq_norm=0.0, momentum_buffer_norm=None)
         ),
         # No more than the updates of both runs
         (
-            {"1a": {"weight_norm": 10.15}, "1b": {"grad_norm": 1.0, "clipped": 1.0}},
+            {"1a": {"weight_norm": 10.15}, "1b": {"grad_norm": 1.0}},
             "step 1: b grad_norm by 0.5, and 1 more",
         ),
     ],
@@ -237,12 +238,10 @@ def test_settings_are_compared_by_a_test_over_seeds(tmp_path, compared):
     assert len(compared(*runs[::3])) == 1  # one seed per setting: no table of settings
     # A run without a finite final loss, or that has not ended, counts in no mean.
     no_word = "no verdict: both settings need finished runs with the same seeds"
-    for old, new in (('"val_loss": 3.1', '"val_loss": null'), ('"max_steps": 1', '"max_steps": 2')):
-        log = runs[5] / "metrics.jsonl"
-        text = log.read_text()
-        log.write_text(text.replace(old, new))
+    flags = {"max_steps": 1, "seed": 2, "lr": 0.02}
+    for evaluations in ({1: None}, {0: 3.1}):
+        write_losses(runs[5], {1: 3.1}, evaluations, **flags)
         assert compared(*runs)[1]["0.02"] == ["2", "3.1000", "0.1414", no_word]
-        log.write_text(text)
 
 
 def test_losses_are_paired_by_seed_and_p_values_corrected_for_several_comparisons():
