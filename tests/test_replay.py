@@ -25,7 +25,7 @@ from conftest import (
 import checkpoint
 import model
 from tools import replay
-from tools.measuring.runs import read_starts
+from tools.common import read_starts
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
 SEQUENCE = re.compile(r"sequence (\d+): .*")

@@ -1,4 +1,4 @@
-"""What the commands of tools/ need of the trainer: its flags, its runs and its step.
+"""What the commands of tools/ need of the trainer: its flags, its runs, its step and its log.
 
 No other file of tools/ imports config, start or train, so a change of those is a change of
 this file. Commands keep the flags that were given as {name: value}.
@@ -6,6 +6,7 @@ this file. Commands keep the flags that were given as {name: value}.
 
 import contextlib
 import json
+import math
 import platform
 import shutil
 import signal
@@ -30,6 +31,7 @@ from config import parse as parse_flags
 from data import TokenFolder
 from dist import World
 from errors import UsageError
+from log import read_rows as read_all_rows
 from log import say
 from model import ModelConfig
 from sample import newest_checkpoint
@@ -66,6 +68,10 @@ __all__ = [
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
+    # the log of a run
+    "read_rows",
+    "read_starts",
+    "relative_difference",
     # a checkpoint in one file
     "new_folder",
     "read_full",
@@ -166,6 +172,49 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
         world_size=world.size,
         timeout=world.timeout,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The log of a run
+
+
+def read_starts(out: Path) -> list[dict]:
+    """Return the rows of the starts of a run. Raises UsageError if there are none."""
+    starts = [row for row in rows_of(out / "metrics.jsonl") if row.get("event") == "start"]
+    if not starts:
+        raise UsageError(f"{out} is not the folder of a run that has started")
+    return starts
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Return the rows of a log that count, with nan for null, which stands for any such value.
+
+    Starts, and the rows of steps that a later start repeats, do not count.
+    """
+    valid = []
+    for row in rows_of(file):
+        if row.get("event") == "start":
+            valid = [earlier for earlier in valid if earlier["step"] <= row["step"]]
+        else:
+            valid.append({name: math.nan if row[name] is None else row[name] for name in row})
+    return valid
+
+
+def rows_of(file: Path) -> list[dict]:
+    """Return all rows of a log, but not the notes that a user has added."""
+    rows = read_all_rows(file)
+    return [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+
+
+def relative_difference(a: float, b: float) -> float:
+    """Return |a - b| relative to the larger one; inf if only one is nan."""
+    if math.isnan(a) and math.isnan(b):
+        return 0.0
+    if math.isnan(a) or math.isnan(b):
+        return math.inf
+    if a == b:  # also if both are 0
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,8 +35,16 @@ from errors import UsageError
 from text import tokenizer
 from text.sources import plural
 from tools import common
-from tools.common import Origin, Run, State, flag_value, say
-from tools.measuring.runs import read_rows, read_starts, relative_difference
+from tools.common import (
+    Origin,
+    Run,
+    State,
+    flag_value,
+    read_rows,
+    read_starts,
+    relative_difference,
+    say,
+)
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
 SHOWN = 20  # sequences and parameters

@@ -21,8 +21,7 @@ import dist
 import optim
 from data import TokenFolder
 from tools import common
-from tools.common import Origin, Run, State
-from tools.measuring.runs import read_rows
+from tools.common import Origin, Run, State, read_rows
 from tools.measuring.tables import three_digits
 
 PERTURBED, SPREADS = 3, 8

@@ -1,4 +1,4 @@
-"""The flags and the tables that commands print."""
+"""The flags and the numbers of commands."""
 
 from argparse import ArgumentParser
 
@@ -17,14 +17,6 @@ def count(default: int | None, what: str) -> dict:
     """Return argparse options of a positive integer. `what` explains a default that is None."""
     help = what if default is None else f"{what} (default: {default})"
     return dict(type=errors.number(int, 1), default=default, metavar="N", help=help)
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    ruler = ["---"] * len(header)
-    lines = []
-    for cells in (header, ruler, *rows):
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def three_digits(number: float) -> str:
