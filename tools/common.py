@@ -9,9 +9,6 @@ import json
 import math
 import platform
 import shutil
-import signal
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -261,25 +258,3 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
-@contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder; remove it at the end of the block, also after Ctrl-C and SIGTERM."""
-
-    def end(number: int, frame) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
-        sys.exit(128 + number)  # as a shell reports the signal
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
-            yield Path(folder)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
