@@ -5,13 +5,11 @@ this file. Commands keep the flags that were given as {name: value}.
 """
 
 import contextlib
-import json
 import platform
-import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,10 +64,7 @@ __all__ = [
     # a run folder
     "checkpoints_at",
     "newest_checkpoint",
-    # a checkpoint in one file
-    "new_folder",
     "read_full",
-    "write_full",
     # the run itself
     "State",
     "build",
@@ -169,7 +164,7 @@ def join_group(world: World, store: torch.distributed.Store) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint in one file
+# Files
 
 
 def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
@@ -177,45 +172,6 @@ def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
     full = torch.empty_like(reader.tensors[name].full, device="cpu")
     reader.fill(name, full)
     return full
-
-
-def write_full(
-    folder: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor]
-) -> dict[str, dict]:
-    """Write the file of rank 0 with full tensors, and the index; return their manifest entries.
-
-    `layout` maps names to meta tensors; read(name) returns the values of one.
-    """
-    boxes = {}
-    for tensor in layout.values():
-        boxes[checkpoint.cut_of(tensor)] = (0,) * tensor.dim(), tuple(tensor.shape)
-    index = json.dumps(checkpoint.index_of(layout, [boxes])).encode()
-    name = checkpoint.file_of(rank=0)
-    return {
-        name: checkpoint.write_safetensors(folder / name, layout, read),
-        "index.json": checkpoint.write_file(folder / "index.json", [index]),
-    }
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
-
-    If the block fails, removes it. Raises UsageError if `out` exists.
-    """
-    if out.exists():
-        raise UsageError(f"{out} exists: remove it or choose another name")
-    work = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-        work.mkdir(parents=True)
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
 
 
 @contextlib.contextmanager
