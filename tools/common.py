@@ -17,11 +17,9 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
 import config
-import data
 import dist
 from config import Config, Run, build_parser
 from config import parse as parse_flags
@@ -33,6 +31,7 @@ from model import ModelConfig
 from sample import newest_checkpoint
 from start import (
     Origin,
+    Start,
     checkpoints_at,
     find_origin,
     open_data,
@@ -50,6 +49,7 @@ __all__ = [
     # a run
     "Origin",
     "Run",
+    "Start",
     "fake_world",
     "find_origin",
     "join_group",
@@ -70,7 +70,6 @@ __all__ = [
     "build",
     "empty_model",
     "load",
-    "local_train_indices",
     "micro_batches",
     "say",
     "train",
@@ -130,12 +129,6 @@ def unread_source(
 
 # --------------------------------------------------------------------------------------------------
 # Ranks
-
-
-def local_train_indices(run: Run, mesh: DeviceMesh, steps: range) -> Iterator[list[int]]:
-    """Yield the sequence indices of each of this rank's micro-batches in `steps`."""
-    place = dist.dp_rank(mesh), run.dp_size
-    return data.train_indices(steps, run.global_batch_size, run.micro_batch_size, *place)
 
 
 def fake_world(size: int, rank: int = 0, local_size: int | None = None) -> World:
