@@ -204,7 +204,7 @@ def sequence_losses(
 def largest(values: dict[str, float]) -> list[str]:
     """Return lines of the SHOWN largest values, after those that are not finite."""
     ranked = sorted(values, key=lambda name: (math.isfinite(values[name]), -values[name]))
-    return [f"  {values[name]:.4f} {name}" for name in ranked[:SHOWN]]
+    return [f"  {values[name]:.4g} {name}" for name in ranked[:SHOWN]]
 
 
 def find_non_finite(state: State, micro_batches: list[Tensor], run: Run) -> list[str]:
