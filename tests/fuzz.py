@@ -24,9 +24,12 @@ from pathlib import Path
 import torch
 from core.conftest import Pool, write_tokens
 
+import config
 import dist
-from tools import check, common
+from start import Origin, open_source
+from tools import check
 from tools.check import Numbers
+from tools.rehearse import fake_world
 
 STEPS = 6
 # Ranks get unequal shares of the 10 sequences of an evaluation, and all steps are clipped.
@@ -110,13 +113,13 @@ def train(flags: dict, is_alone: bool) -> Numbers:
     """Train on all ranks, or on each alone; then all but rank 0 start from moved weights."""
     seed = int(os.environ["RANK"]) if is_alone else 0
     if is_alone:
-        world = common.fake_world(1)
-        common.join_group(world, torch.distributed.HashStore())
+        world = fake_world(1)
+        check.join_group(world, torch.distributed.HashStore())
     else:
         world = dist.start("cpu", timedelta(seconds=30))
-    source = common.open_source(flags["data"])
-    run = common.resolve(flags | {"out": f"{flags['out']}-{seed}"}, world, source)
-    return check.train(run, common.Origin(), source, world, seed)
+    source = open_source(flags["data"])
+    run = check.resolve(flags | {"out": f"{flags['out']}-{seed}"}, world, source, Origin())
+    return check.train_run(run, Origin(), source, world, seed)
 
 
 class Fuzzer:
@@ -156,7 +159,8 @@ class Fuzzer:
     def flags(self, draw: dict, mesh: str) -> dict:
         """Return the flags of train.py for a draw on a mesh, in a new folder."""
         strategy, _, shard, tp = mesh.split("-")
-        flags = common.parse_flags(FLAGS.split()) | common.known_flags(draw)
+        flags = config.parse(FLAGS.split())
+        flags |= {name: draw[name] for name in draw if name in config.KINDS}
         flags |= {"strategy": strategy, "dp_shard": int(shard) if strategy == "hsdp" else None}
         out = tempfile.mkdtemp(dir=self.root)
         return flags | {"tp": int(tp), "data": str(self.data), "out": out, "max_steps": STEPS}

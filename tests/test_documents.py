@@ -23,7 +23,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md
 DOCUMENTS += sorted(set(ROOT.glob("docs/*.md")) - {ROOT / name for name in NEXT_ISSUES})
 CODE = [*MODULES.values()]
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
-TOOLS = {path.stem for path in ROOT.glob("tools/[a-z]*.py")} - {"common"}
+TOOLS = {path.stem for path in ROOT.glob("tools/[a-z]*.py")} - {"common", "rehearse"}
 COMMANDS += [f"tools.{name}" for name in sorted(TOOLS)]
 # Flags of sbatch, srun, lm_eval, and torchrun of torch 2.13
 FLAGS_OF_OTHERS = ["--nodes", "--time", "--signal", "--gpus-per-task", "--requeue"]

@@ -346,6 +346,7 @@ def test_only_answers_have_a_gradient__chat(fork):
 
 @REAL_RUNS
 def test_an_imported_model_learns_to_answer_and_is_exported__chat(fork):
+    pytest.importorskip("transformers")
     base = fork.train(1, "--max_steps 2 --seq_len 32", "base")
     fork.python("-m", "tools.hf", "export", base, fork.folder / "hf")
     imported = fork.folder / "imported"

@@ -1,20 +1,27 @@
-"""Hugging Face folders: export and import keep the logits, the tokens and the weights."""
+"""tools/hf.py: export and import keep logits, weights and tokens; one file has what many had."""
 
+import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, copy_with, last_checkpoint, tensors
+from conftest import (
+    call_train,
+    file_names,
+    last_checkpoint,
+    listen,
+    rows,
+    tensors,
+)
 from test_tokenizer import make_json, small_gpt2
 
 import checkpoint
 import prepare
 import sample
 from errors import UsageError
+from model import ModelConfig
 from text import tokenizer
 from tools import hf
 
@@ -26,13 +33,7 @@ TRAIN = (
 
 
 @pytest.fixture
-def safetensors():
-    pytest.importorskip("safetensors.torch", reason="needs tests/requirements-extra.txt")
-    return pytest.importorskip("safetensors", reason="needs tests/requirements-extra.txt")
-
-
-@pytest.fixture
-def transformers(safetensors, monkeypatch):
+def transformers(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     return pytest.importorskip("transformers", reason="needs tests/requirements-extra.txt")
@@ -41,6 +42,13 @@ def transformers(safetensors, monkeypatch):
 def convert(command: str, source: Path, out: Path) -> Path:
     assert hf.main([command, str(source), str(out)]) == 0
     return out
+
+
+def refused(command: str, source: Path, out: Path) -> tuple[int, str]:
+    """Return the status and the line of an error, and check that it leaves nothing."""
+    status, _, err = listen([command, str(source), str(out)], hf.main)
+    assert err.count("\n") == 1 and not list(out.parent.glob(f"*{out.name}*"))
+    return status, err
 
 
 def our_logits(path: Path) -> torch.Tensor:
@@ -55,15 +63,20 @@ def their_logits(transformers, folder: Path) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+def their_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder in float32."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in checkpoint.map_safetensors(file).items():
+            found[name] = tensor.float().clone()  # the file may be replaced
+    return found
+
+
 def train_from(pool, path: Path, tokens: Path, out: Path, *flags: str) -> Path:
     """Train three steps with fsdp from the weights of `path`; return the last checkpoint."""
     argv = f"{TRAIN} --strategy fsdp --init_from {path} --data {tokens} --out {out}".split()
     assert pool(2, call_train, [*argv, *flags]) == [0, 0]
     return last_checkpoint(out)
-
-
-# --------------------------------------------------------------------------------------------------
-# Export, and import again
 
 
 @pytest.fixture
@@ -72,8 +85,12 @@ def trained(run) -> Path:
     return last_checkpoint(run(2, "--strategy fsdp --max_steps 3 --dtype float32"))
 
 
+# --------------------------------------------------------------------------------------------------
+# Export and import
+
+
 @pytest.mark.hf
-def test_an_exported_model_has_the_same_logits_in_transformers(
+def test_an_exported_model_answers_in_transformers_and_comes_back(
     transformers, trained, tmp_path, capsys
 ):
     out = convert("export", trained.parent.parent, tmp_path / "exported")
@@ -81,7 +98,6 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
     torch.testing.assert_close(logits, our_logits(trained), rtol=0, atol=1e-4)
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == list(range(257, 320))  # which are only padding
-    assert len({file.stat().st_mode for file in out.iterdir()}) == 1  # the mode of the umask
     capsys.readouterr()
     greedy = ["--temperature", "0", "--max_new_tokens", "11", "--prompt", "abcde"]
     assert sample.main(["--run", str(trained), *greedy]) == 0
@@ -89,47 +105,11 @@ def test_an_exported_model_has_the_same_logits_in_transformers(
     (answer,) = generate("abcde", max_new_tokens=11, do_sample=False)
     assert answer["generated_text"] == capsys.readouterr().out.removesuffix("\n")
 
-
-@pytest.mark.hf
-def test_an_exported_model_is_imported_bit_for_bit(safetensors, trained, tmp_path):
-    out = convert("export", trained, tmp_path / "exported")
-    state = safetensors.torch.load_file(out / "model.safetensors")
-    for i in (0, 1):  # two files
-        part = {name: state[name] for name in sorted(state)[i::2]}
-        safetensors.torch.save_file(part, out / f"model-{i + 1:05d}-of-00002.safetensors")
-    (out / "model.safetensors").unlink()
     imported = convert("import", out, tmp_path / "imported")
     assert checkpoint.verify(imported) is None
-    before, after = tensors(trained, "model."), tensors(imported)
-    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    torch.testing.assert_close(tensors(trained, "model."), tensors(imported), rtol=0, atol=0)
     assert sample.read_trained(imported) == sample.read_trained(trained)
 
-
-@pytest.mark.hf
-def test_a_field_of_a_fork_is_exported_only_at_its_default(safetensors, trained, tmp_path):
-    line = "    tied: bool = True"
-    field = ("model.py", line, f"{line}\n    window: int = 0")
-    names = "ONLY_IN_TRAINING: set[str] = set()"
-    fork = copy_with(tmp_path / "fork", field)
-    named = copy_with(tmp_path / "named", field, ("tools/hf.py", names, f"{names} | {{'window'}}"))
-
-    def export(name: str, fork: Path) -> tuple[int, str]:
-        command = [sys.executable, "-m", "tools.hf", "export", trained, tmp_path / name]
-        answer = subprocess.run(command, cwd=fork, capture_output=True, text=True)
-        return answer.returncode, answer.stderr
-
-    assert export("exported", fork) == (0, "")
-    manifest = checkpoint.read_manifest(trained)
-    manifest["model"]["window"] = 4
-    (trained / "manifest.json").write_text(json.dumps(manifest))
-    status, line = export("new", fork)
-    assert status == 2
-    assert line.startswith("tools.hf: error: a LlamaForCausalLM cannot have the model's window 4: ")
-    assert export("new", named) == (0, "")
-
-
-# --------------------------------------------------------------------------------------------------
-# The Llama family
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPE |= {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
@@ -148,8 +128,8 @@ FAMILIES = {
 }
 
 
-def make_model(transformers, family: str, folder: Path) -> Path:
-    """Save a random model of the family with transformers."""
+def make_model(transformers, family: str, folder: Path, **options) -> Path:
+    """Save a random model of the family with transformers, in a folder with files of others."""
     kind = "Mistral" if "mistral" in family else "Llama"
     config = getattr(transformers, f"{kind}Config")(**SHAPE | FAMILIES[family])
     torch.manual_seed(0)
@@ -157,39 +137,126 @@ def make_model(transformers, family: str, folder: Path) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.uniform_(0.5, 2.0)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **options)
     return folder
 
 
 @pytest.mark.hf
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_path):
+def test_a_round_trip_keeps_the_logits(transformers, family, pool, tokens, tmp_path, capsys):
     """The model is imported, trained for three steps on two ranks and exported."""
     source = make_model(transformers, family, tmp_path / "source")
     imported = convert("import", source, tmp_path / "imported")
     expected = their_logits(transformers, source)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
+    same = convert("export", imported, tmp_path / "same")
+    torch.testing.assert_close(their_weights(same), their_weights(source), rtol=0, atol=0)
     # The tokenizer of the model is unknown, or another than that of the data.
     path = train_from(pool, imported, tokens, tmp_path / "run", "--allow_changes")
     logits = our_logits(path)
     assert (logits - expected).abs().max() > 0.01  # it has learned something
     out = convert("export", path, tmp_path / "exported")
     torch.testing.assert_close(their_logits(transformers, out), logits, rtol=0, atol=1e-4)
+    # It was trained on sequences of 16 tokens, but began with a context of 64.
+    for folder in (same, out):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert config.max_position_embeddings == 64
     # The run continues without the imported folder: its checkpoints describe the model.
     shutil.rmtree(imported)
     assert train_from(pool, imported, tokens, tmp_path / "run", "--allow_changes") == path
+    capsys.readouterr()
+    convert("export", path, tmp_path / "later")
+    assert f"{imported} is gone" in capsys.readouterr().out
 
 
 @pytest.mark.hf
-def test_a_separate_head_is_imported_untied(transformers, safetensors, tmp_path):
-    source = make_model(transformers, "llama 3.2", tmp_path / "source")
-    weights = safetensors.torch.load_file(source / "model.safetensors")
-    weights["lm_head.weight"] = weights[EMBEDDING] + torch.randn(32)
-    safetensors.torch.save_file(weights, source / "model.safetensors")
+def test_only_the_files_of_the_model_are_read(transformers, tmp_path):
+    source = make_model(transformers, "mistral 0.3", tmp_path / "source", max_shard_size="20KB")
+    expected = their_logits(transformers, source)
+    files = sorted(source.glob("*.safetensors"))
+    assert len(files) > 2
+    zeros = {name: torch.zeros_like(x) for name, x in their_weights(source).items()}
+    for stale in ("model-99999-of-99999.safetensors", "model_old.safetensors", "old.safetensors"):
+        checkpoint.write_safetensors(source / stale, zeros)
     imported = convert("import", source, tmp_path / "imported")
-    assert not sample.read_trained(imported).config.tied
+    torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
+    # Where there are two models, transformers would read one.
+    checkpoint.write_safetensors(source / "model.safetensors", zeros)
+    status, line = refused("import", source, tmp_path / "new")
+    assert status == 2 and "remove one" in line
+    (source / "model.safetensors").unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    assert refused("import", source, tmp_path / "new")[0] == 2
+    files[1].unlink()
+    assert refused("import", source, tmp_path / "new")[0] == 2
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+WEIGHTS = {
+    "[32], by config.json missing": {"extra": torch.ones(32)},
+    "norm.weight is missing, by config.json [32]": {NORM: None},
+    "norm.weight is [7], by config.json [32]": {NORM: torch.ones(7)},
+    "norm.weight is torch.int8": {NORM: torch.ones(32, dtype=torch.int8)},
+}
+
+
+@pytest.mark.hf
+def test_weights_that_do_not_fit_config_json_are_refused(transformers, tmp_path):
+    source = make_model(transformers, "llama 3.2", tmp_path / "source")
+    weights = their_weights(source)
+    for problem, changes in WEIGHTS.items():
+        changed = {name: value for name, value in (weights | changes).items() if value is not None}
+        checkpoint.write_safetensors(source / "model.safetensors", changed)
+        status, line = refused("import", source, tmp_path / "new")
+        assert status == 2 and problem in line
+    # A head that is not the embedding is imported untied.
+    weights["lm_head.weight"] = weights[EMBEDDING] + torch.randn(32)
+    checkpoint.write_safetensors(source / "model.safetensors", weights)
+    imported = convert("import", source, tmp_path / "imported")
     expected = their_logits(transformers, source)
     torch.testing.assert_close(our_logits(imported), expected, rtol=0, atol=1e-4)
+
+
+CONFIGS = {
+    "model_type 'qwen3'": {"model_type": "qwen3"},
+    "model_type 'nothing'": None,
+    "hidden_act 'gelu'": {"hidden_act": "gelu"},
+    "attention_bias True": {"attention_bias": True},
+    "mlp_bias True": {"mlp_bias": True},
+    "head_dim 16": {"head_dim": 16},
+    "sliding_window 4096": {"model_type": "mistral"},  # its default
+    "rope_type 'linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},  # until 2024
+    "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
+}
+
+
+@pytest.mark.hf
+def test_models_that_the_decoder_cannot_compute_are_refused(transformers, tmp_path):
+    file = tmp_path / "config.json"
+    plain = SHAPE | {"model_type": "llama"}
+    del plain["num_key_value_heads"]
+    for feature, fields in CONFIGS.items():
+        contents = json.dumps(plain | fields) if fields else '{"model_type": '
+        file.write_text(contents)
+        status, line = refused("import", tmp_path, tmp_path / "new")
+        assert status == 2 and (fields is None or f"does not have {feature}" in line)
+    hf.write_json(file, plain)
+    config = hf.read_config(file)  # missing fields have their defaults
+    assert (config.norm_eps, config.rope_theta, config.n_kv_head) == (1e-6, 10_000, 4)
+    assert (config.tied, config.rope_scaling) == (False, None)
+
+
+def test_a_field_of_a_fork_is_exported_only_at_its_default():
+    @dataclasses.dataclass(frozen=True)
+    class Fork(ModelConfig):
+        window: int = 0
+
+    sizes = dict(vocab_size=64, n_layer=1, n_head=4, n_kv_head=4, d_model=8, d_ff=8, seq_len=16)
+    assert hf.to_hf(Fork(**sizes)) == hf.to_hf(ModelConfig(**sizes))
+    with pytest.raises(UsageError, match="window 4"):
+        hf.to_hf(Fork(**sizes, window=4))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,46 +271,31 @@ UGLY = [
 ]  # fmt: skip
 
 
-def trained_tokens(tokenizers, size: int) -> list[bytes]:
-    """The merged tokens of a byte-level BPE, lowest rank first."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50], trainer)
-    words = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)[256:]
-    return [bytes(map(hf.ALPHABET.get, word)) for word in words]
-
-
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_tokenizer_json_gives_the_same_tokens(tokenizers, monkeypatch, name, tmp_path):
-    words = trained_tokens(tokenizers, 700)
-    small_gpt2(monkeypatch, [*words, b"unreachable", b"aaaaa"])  # no merges lead to the last two
+def test_tokenizer_json_gives_the_same_tokens(transformers, tokenizers, monkeypatch, name):
+    made = tokenizers.ByteLevelBPETokenizer()
+    texts = [Path(__file__).read_text(), *UGLY, "aaa aaaa " * 50]
+    made.train_from_iterator(texts, 700, show_progress=False)
+    words = [made.decode([i]).encode() for i in range(256, made.get_vocab_size())]
+    words = [word for word in dict.fromkeys(words) if len(word) > 1 and b"\xef\xbf\xbd" not in word]
+    small_gpt2(monkeypatch, [*words, b"unreachable"])  # no merges lead to the last one
     encoding = tokenizer.load_encoding(name)
-    file = tmp_path / "tokenizer.json"
-    hf.write_tokenizer(encoding, file)
-    reference = tokenizers.Tokenizer.from_file(str(file))
+    converted = hf.convert_tokenizer(encoding)
     for line in [*UGLY, Path(__file__).read_text(), "unreachable unreachables aaaaa"]:
-        assert reference.encode(line).ids == encoding.encode_ordinary(line), repr(line)
-        assert reference.decode(reference.encode(line).ids) == line
-    (end,) = reference.encode(tokenizer.END_OF_TEXT).ids
-    assert end == encoding.eot_token
+        assert converted.encode(line).ids == encoding.encode_ordinary(line), repr(line)
+        assert converted.decode(converted.encode(line).ids) == line
+    assert converted.encode(tokenizer.END_OF_TEXT).ids == [encoding.eot_token]
 
 
 @pytest.mark.hf
-def test_a_round_trip_keeps_the_tokenizer(
-    transformers, tokenizers, pool, tmp_path, monkeypatch, capsys
-):
+def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_path, monkeypatch):
     source = tmp_path / "source"
     monkeypatch.setitem(SHAPE, "vocab_size", 900)
     make_model(transformers, "mistral 0.3", source)
     made = tokenizers.Tokenizer.from_file(make_json(tokenizers, "llama 2", tmp_path / "a.json"))
     made.no_truncation()
     made.no_padding()
-    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(source)
     imported = convert("import", source, tmp_path / "imported")
@@ -252,7 +304,6 @@ def test_a_round_trip_keeps_the_tokenizer(
     assert prepare.main(argv.split()) == 0
     path = train_from(pool, imported, tmp_path / "tokens", tmp_path / "run")
     out = convert("export", path, tmp_path / "exported")
-    assert capsys.readouterr().out.count(hf.ADDS_TOKENS) == 2  # in both directions
     before = transformers.AutoTokenizer.from_pretrained(source)
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert type(before) is type(after)
@@ -260,70 +311,36 @@ def test_a_round_trip_keeps_the_tokenizer(
     for line in [*UGLY, Path(__file__).read_text()]:
         ids = after(line)["input_ids"]
         assert ids == before(line)["input_ids"]
-        assert ids == [1, *tokenizer.encode(str(path / "tokenizer.json"), line)] or "</s>" in line
-
-
-@pytest.mark.hf
-def test_a_tokenizer_that_does_not_fit_is_left_out(transformers, trained, tmp_path, capsys):
-    out = convert("export", trained, tmp_path / "out")
-    spec = json.loads((out / "tokenizer.json").read_text())
-    (end,) = spec["added_tokens"]
-    more = [end | {"id": i, "content": f"<{i}>"} for i in range(257, 321)]  # the model has 320
-    (out / "tokenizer.json").write_text(json.dumps(spec | {"added_tokens": [end, *more]}))
-    imported = convert("import", out, tmp_path / "in")
-    assert checkpoint.read_manifest(imported)["tokenizer"] is None
-    assert not (imported / "tokenizer.json").exists()
-    assert "left out" in capsys.readouterr().out
+        assert ids == tokenizer.encode(str(path / "tokenizer.json"), line) or "</s>" in line
 
 
 # --------------------------------------------------------------------------------------------------
-# Damage
+# A checkpoint in one file
 
 
-SIZES = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 8}
-SIZES |= {"intermediate_size": 8, "max_position_embeddings": 16, "num_key_value_heads": None}
+def test_a_consolidated_checkpoint_is_complete_and_continues(run, tmp_path):
+    steps = "--dtype float32 --save_interval 2 --keep_every 1 --max_steps 4"
+    source = run(2, f"{steps} --strategy fsdp", "whole")
+    path = checkpoint.step_path(source, 2)
+    (path / "my.json").write_bytes(b"{}")
+    manifest = checkpoint.read_manifest(path)
+    manifest["files"]["my.json"] = checkpoint.write_file(path / "my.json", [b"{}"])
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    out = convert("consolidate", path, checkpoint.step_path(tmp_path / "run", 2))
+    assert file_names(out.parent) == [out.name]
+    names = ["index.json", "manifest.json", "my.json", "rank-00000.safetensors"]
+    assert file_names(out) == names and checkpoint.verify(out) is None
+    torch.testing.assert_close(tensors(out), tensors(path), rtol=0, atol=0, equal_nan=True)
+    assert checkpoint.read_manifest(out) | {"files": 0} == manifest | {"files": 0}
+    resumed = [row["loss"] for row in rows(run(1, steps, "run"))]
+    assert resumed == pytest.approx([row["loss"] for row in rows(source)[2:]], rel=1e-5)
+    # A checkpoint that is damaged, and a folder that exists, are refused.
+    assert listen(["consolidate", str(path), str(out)], hf.main)[0] == 2
+    (path / "rank-00001.safetensors").write_bytes(b"?")
+    assert refused("consolidate", path, tmp_path / "new")[0] == 1
 
 
-def test_missing_fields_of_config_json_have_their_defaults(tmp_path):
-    hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES)
-    config = hf.from_hf(tmp_path)
-    assert (config.norm_eps, config.rope_theta, config.n_kv_head) == (1e-6, 10_000, 4)
-    assert not config.tied
-    assert config.rope_scaling is None
-
-
-def test_an_unknown_rope_type_is_refused(tmp_path):
-    old = {"rope_scaling": {"type": "linear", "factor": 2.0}}  # as written until 2024
-    hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES | old)
-    with pytest.raises(UsageError, match="the model needs rope_type 'linear'"):
-        hf.from_hf(tmp_path)
-
-
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
-DAMAGE = {
-    "norm.weight is missing; config.json describes it, with the shape [8]": {NORM: None},
-    "norm.weight has the shape [7]; config.json describes [8]": {NORM: torch.ones(7)},
-    "extra is not a part of the model that config.json describes": {"extra": torch.ones(2)},
-    "norm.weight is I8: quantized": {NORM: torch.ones(8, dtype=torch.int8)},
-    "norm.weight has values that are nan": {NORM: torch.ones(8, dtype=torch.bfloat16) / 0},
-    "tokens.weight has values that are nan": {
-        EMBEDDING: torch.ones(64, 8).fill_diagonal_(torch.nan)
-    },
-}
-
-
-@pytest.mark.parametrize("line", DAMAGE)
-def test_weights_that_do_not_fit_config_json_are_refused(tmp_path, capsys, line):
-    hf.write_json(tmp_path / "config.json", {"model_type": "llama"} | SIZES)
-    weights = {}
-    for name, weight in hf.meta_weights(hf.from_hf(tmp_path)).items():
-        weights[hf.hf_name(name)] = torch.ones(weight.shape)
-    for number, changes in enumerate(({}, DAMAGE[line])):
-        written = {name: value for name, value in (weights | changes).items() if value is not None}
-        checkpoint.write_safetensors(tmp_path / "model.safetensors", written)
-        status = hf.main(["import", str(tmp_path), str(tmp_path / str(number))])
-        said = capsys.readouterr().err
-        assert (status, said.count("\n")) == (2 * number, number)
-    assert line in said
-    assert not (tmp_path / "1").exists()
-    assert not list(tmp_path.glob(".*"))
+def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(trained, small_disk):
+    (small_disk / "other").write_bytes(bytes(900_000))
+    status, line = refused("consolidate", trained, small_disk / "new/one")
+    assert status == 1 and "No space left" in line

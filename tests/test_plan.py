@@ -9,11 +9,11 @@ import shlex
 import statistics
 
 import pytest
-from conftest import ROOT, TINY, listen, resolve
+from conftest import ROOT, SOURCE, TINY, listen, resolve
 
 import config
 from model import SIZES, meta_model
-from tools import common, plan
+from tools import plan
 from tools.plan import Cluster, Device
 from tools.rehearse import Communication, Operation, Rehearsal
 
@@ -186,8 +186,8 @@ def chosen(flags: str, memory: int | None) -> tuple[list[str], tuple]:
     device = dataclasses.replace(cluster.device, memory=memory)
     lines = [*plan.choose(flags, dataclasses.replace(cluster, device=device))]
     _, _, typed = lines[-1].partition("train.py ")
-    source = common.unread_source("", 320)
-    run = common.resolve(config.parse(shlex.split(typed)), cluster.world, source)
+    given = config.Config(**config.parse(shlex.split(typed)))
+    run = config.resolve(given, cluster.world, SOURCE)
     return lines, tuple(getattr(run, name) for name in plan.CHOSEN)
 
 

@@ -5,31 +5,21 @@ import json
 import math
 import re
 import shutil
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    call_train,
-    contents,
-    exit_statuses,
-    flags,
-    fork_ranks,
-    listen,
-    rows,
-    start_row,
-)
+from conftest import call_train, contents, flags, listen, rows, start_row
 
 import checkpoint
 import model
 from tools import replay
-from tools.common import read_starts
+from tools.common import read_log
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
-SEQUENCE = re.compile(r"sequence (\d+): .*")
-KEPT = "--dtype float32 --save_interval 2 --keep_every 1"
+SEQUENCE = re.compile(r"^  (\S+) (\S+)% sequence (\d+): '", re.M)
+KEPT = "--dtype float32 --save_interval 4 --keep_every 1"
+RANKS_OF_MESH = {"single": 1, "ddp": 2, "fsdp --optimizer muon": 2, "fsdp --tp 2": 4}
 
 
 def call(arguments: list) -> tuple[int, str, str]:
@@ -46,6 +36,13 @@ def repeated(*arguments) -> str:
     return out
 
 
+def refused(*arguments) -> tuple[int, str]:
+    """Return the status and the one line of an error."""
+    status, out, err = call(arguments)
+    assert (out, err.count("\n")) == ("", 1)
+    return status, err
+
+
 def differences(out: str) -> list[float]:
     """The relative differences of the loss and of the gradient norm from the log."""
     found = dict(NUMBER.findall(out))
@@ -54,14 +51,11 @@ def differences(out: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(pool, tokens, tmp_path_factory) -> dict[str, Path]:
-    """A run of 6 steps on one rank, and one of 4 steps on 4 ranks, which save every 2 steps."""
+    """{mesh: folder of a run of 10 steps, with checkpoints at steps 4, 8 and 10}."""
     found = {}
-    for ranks, steps, mesh in ((1, 6, "single"), (4, 4, "fsdp --tp 2")):
+    for mesh, ranks in RANKS_OF_MESH.items():
         found[mesh] = tmp_path_factory.mktemp("runs") / "run"
-        text = f"--data {tokens} --out {found[mesh]} --max_steps {steps} --strategy {mesh} {KEPT}"
-        argv = flags(text)
-        warmup = argv.index("--warmup_steps")
-        del argv[warmup : warmup + 2]  # the default may exceed max_steps
+        argv = flags(f"--data {tokens} --out {found[mesh]} --max_steps 10 --strategy {mesh} {KEPT}")
         assert pool(ranks, call_train, argv) == [0] * ranks
     return found
 
@@ -72,98 +66,58 @@ def single(runs, tmp_path) -> Path:
     return shutil.copytree(runs["single"], tmp_path / "run")
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers
+@pytest.mark.parametrize("mesh", RANKS_OF_MESH)
+def test_the_same_mesh_repeats_a_step_bit_by_bit(runs, pool, mesh):
+    """From the initial weights, and from checkpoints one, two and four steps before."""
+    ranks = RANKS_OF_MESH[mesh]
+    for step, origin in {3: "the initial weights", 5: "step-00000004", 10: "step-00000008"}.items():
+        (status, out, _), *others = pool(ranks, call, [runs[mesh], step])
+        assert status == 0 and f"{origin} on\n" in out
+        assert differences(out) == [0, 0]
+        numbers = [int(number) for _, _, number in SEQUENCE.findall(out)]
+        assert sorted(numbers) == list(range(8 * step - 8, 8 * step))
+        assert others == [(0, "", "")] * (ranks - 1)  # rank 0 prints
 
 
 def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs):
     run = runs["fsdp --tp 2"]
-    out = repeated(run, 4)
-    assert f"step 4 of {run}: 2 steps after {run}/checkpoints/step-00000002, about " in out
+    out = repeated(run, 6)
     loss, grad_norm = differences(out)
     assert loss < 1e-6 and grad_norm < 1e-5
-    found = re.findall(r"^  (\S+)% (\S+) sequence (\d+): ", out, re.M)
-    shares, losses, numbers = zip(*[map(float, line) for line in found])
-    assert sorted(numbers) == list(range(24, 32)) and sum(shares) == pytest.approx(100, abs=0.5)
+    losses, shares, _ = zip(*[map(float, line) for line in SEQUENCE.findall(out)])
     assert sorted(losses, reverse=True) == list(losses)
-    mean = rows(run)[-1]["loss"]
-    assert sum(losses) / 8 == pytest.approx(mean, abs=1e-4)
+    assert sum(losses) / 8 == pytest.approx(rows(run)[5]["loss"], abs=1e-4)
+    assert [loss / sum(losses) for loss in losses] == pytest.approx([s / 100 for s in shares], 0.01)
     norms = [float(norm) for norm in re.findall(r"^  (\S+) \S+weight$", out, re.M)]
     assert len(norms) == 20 and sorted(norms, reverse=True) == norms
 
 
-def test_the_same_mesh_repeats_a_step_bit_by_bit(runs, pool):
-    run = runs["fsdp --tp 2"]
-    (status, out, _), *others = pool(4, call, [run, 4])
-    assert status == 0 and differences(out) == [0, 0]
-    assert sorted(map(int, SEQUENCE.findall(out))) == list(range(24, 32))
-    assert others == [(0, "", "")] * 3  # rank 0 prints
-    ((status, _, err), _) = pool(2, call, [run, 4])
-    assert status == 2 and "ran on 4 ranks after step 0, not on 2: start as many" in err
+def test_a_step_is_repeated_with_the_flags_that_trained_it(run):
+    """Steps 1 to 3 were trained by two ranks, and steps 7 and 8 with another learning rate."""
+    out = run(2, f"--max_steps 3 --lr 0.01 {KEPT}")
+    run(1, f"--max_steps 6 --lr 0.01 {KEPT} --allow_changes")
+    assert differences(repeated(out, 6)) == [0, 0]
+    shutil.rmtree(out / "checkpoints/step-00000003")
+    assert max(differences(repeated(out, 2))) < 1e-5
+    status, line = refused(out, 4)
+    assert status == 2 and "ranks changed from 2 to 1 after step 1" in line
+    assert differences(repeated(out, 6)) == [0, 0]
+    run(1, f"--max_steps 8 --lr 0.03 {KEPT} --allow_changes")
+    assert differences(repeated(out, 8)) == [0, 0]
+    shutil.rmtree(out / "checkpoints/step-00000006")
+    assert refused(out, 8)[0] == 2
 
 
-def test_an_early_step_is_repeated_from_the_initial_weights(runs):
-    out = repeated(runs["single"], 2)
-    assert "2 steps after the initial weights" in out and differences(out) == [0, 0]
+@contextlib.contextmanager
+def planted(kind: type, change):
+    """Change what modules of a kind return in training."""
 
+    def plant(module: torch.nn.Module, inputs: tuple, output: torch.Tensor):
+        if isinstance(module, kind) and torch.is_grad_enabled() and not output.is_meta:
+            return change(output)
 
-def test_replay_skips_a_damaged_checkpoint(single):
-    path = single / "checkpoints/step-00000004"
-    weights = path / "rank-00000.safetensors"
-    damaged = bytearray(weights.read_bytes())
-    damaged[-1] ^= 1
-    weights.write_bytes(damaged)
-    out = repeated(single, 6)
-    assert f"passed over {path}: rank-00000.safetensors has changed" in out
-    assert f"4 steps after {single}/checkpoints/step-00000002" in out
-    assert differences(out) == [0, 0]
-
-
-def replay_while_it_is_removed(run: Path, aside: Path, printed: Path) -> None:
-    """Replay step 6. When checkpoint 2 is opened for its weights, it is removed, and 4 appears."""
-    early, late = (run / f"checkpoints/step-0000000{step}" for step in (2, 4))
-
-    def replace(event: str, arguments: tuple) -> None:
-        if event == "open" and str(arguments[0]).startswith(f"{early}/rank-") and aside.exists():
-            names = [frame.name for frame in traceback.extract_stack()]
-            if not any(name.startswith("verif") for name in names):  # to load it
-                aside.rename(late)
-                early.rename(run.parent / "removed")
-
-    sys.addaudithook(replace)
-    with open(printed, "w") as file, contextlib.redirect_stdout(file):
-        sys.exit(replay.main([str(run), "6"]))
-
-
-def test_replay_skips_a_checkpoint_removed_while_it_is_read(single, tmp_path):
-    aside, printed = tmp_path / "not saved yet", tmp_path / "printed"
-    (single / "checkpoints/step-00000004").rename(aside)
-    (process,) = fork_ranks(1, replay_while_it_is_removed, single, aside, printed)
-    assert exit_statuses([process]) == [0]
-    out = printed.read_text()
-    assert f"passed over {single}/checkpoints/step-00000002: " in out
-    assert f"2 steps after {single}/checkpoints/step-00000004" in out
-    assert differences(out) == [0, 0]
-
-
-def test_a_step_is_repeated_with_the_flags_that_trained_it(run, tmp_path):
-    run(1, f"--max_steps 3 {KEPT}")
-    out = run(1, f"--max_steps 6 {KEPT} --lr 0.02 --beta1 0.5 --allow_changes")
-    last = run(1, f"--max_steps 8 {KEPT} --lr 0.01 --beta1 0.5 --clip adaptive --allow_changes")
-    assert out == last
-    shutil.rmtree(out / "checkpoints")
-    for step in (3, 4, 6, 8):
-        assert differences(repeated(out, step)) == [0, 0]
-
-
-def test_the_last_start_that_trained_a_step_is_found():
-    starts = [{"step": step, "name": i} for i, step in enumerate((0, 10, 5, 5))]
-    names = [replay.start_of(starts, step)["name"] for step in (1, 5, 6, 10, 11)]
-    assert names == [0, 0, 3, 3, 3]
-
-
-# --------------------------------------------------------------------------------------------------
-# Modules
+    with torch.nn.modules.module.register_module_forward_hook(plant):
+        yield
 
 
 class InfiniteGradient(torch.autograd.Function):
@@ -176,50 +130,18 @@ class InfiniteGradient(torch.autograd.Function):
         return gradient * math.inf
 
 
-@contextlib.contextmanager
-def planted(passes: range, kind: type, change):
-    """Change what modules of a kind return in these forward passes in training, from 1."""
-    count = [0]
-
-    def see(module: torch.nn.Module, inputs: tuple) -> None:
-        if isinstance(module, model.Transformer) and not inputs[0].is_meta:
-            count[0] += torch.is_grad_enabled()
-
-    def plant(module: torch.nn.Module, inputs: tuple, output: torch.Tensor):
-        if isinstance(module, kind) and torch.is_grad_enabled() and count[0] in passes:
-            return change(output)
-
-    modules = torch.nn.modules.module
-    with (
-        modules.register_module_forward_pre_hook(see),
-        modules.register_module_forward_hook(plant),
-    ):
-        yield
-
-
-def test_replay_reports_the_first_module_with_an_inf(single):
-    """Step 6 is the second after a checkpoint. It is then repeated, to find the module."""
-    with planted(range(2, 4), model.MLP, lambda x: x * math.inf):
-        out = repeated(single, 6)
-    assert "first not finite in forward: blocks.0.mlp\n" in out
-    assert "grad_norm nan" in out
-
-
-def test_replay_reports_the_first_inf_of_a_backward_pass(single):
-    with planted(range(1, 3), model.Attention, InfiniteGradient.apply):
-        out = repeated(single, 3)
+def test_the_first_module_that_is_not_finite_is_found(runs):
+    with planted(model.MLP, lambda x: x * math.inf):
+        assert "first not finite in forward: blocks.0.mlp\n" in repeated(runs["single"], 6)
+    with planted(model.Attention, InfiniteGradient.apply):
+        out = repeated(runs["single"], 6)
     assert "first not finite in forward: none\n" in out
     assert "first not finite in backward: blocks.1.attention\n" in out
-    with planted(range(1, 2), model.Attention, InfiniteGradient.apply):
-        out = repeated(single, 4)
-    assert "step 3: its update is skipped" in out and "first not finite" not in out
-
-
-# --------------------------------------------------------------------------------------------------
-# The log, and errors of the user
+    assert "first not finite" not in repeated(runs["single"], 6)
 
 
 def test_replay_without_a_step_lists_spikes_and_skips(single):
+    assert repeated(single).count("\n") == 1 and " 10 training rows" in repeated(single)
     losses = [2 + 0.1 * (i % 2) for i in range(60)]
     losses[19] = 50  # one row too early
     losses[45], losses[50], losses[55] = 2.4, 2.2, None
@@ -227,12 +149,11 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
         {"step": 10 * i + 10, "loss": loss, "skipped_steps": 3 * (i >= 30)}
         for i, loss in enumerate(losses)
     ]
-    assert repeated(single) == "no spike and no skipped update in 6 training rows\n"
     log.insert(0, start_row())
     (single / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
     lines = repeated(single).splitlines()
     command = f"python -m tools.replay {single}"
-    assert lines[0] == f"step 310: 3 updates skipped after step 300: {command} 310"
+    assert lines[0] == f"step 310: updates skipped after step 300: 3: {command} 310"
     assert lines[1].startswith("step 460: loss 2.4000, above 2.3") and lines[1].endswith(" 460")
     assert lines[2].startswith("step 560: loss nan, above 2.") and len(lines) == 3
 
@@ -240,50 +161,46 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (["7"], "ends with step 6: give a step up to that"),
-        (["0"], "0 must be at least 1"),
-        (["6", "--data", "OTHER"], "OTHER has the fingerprint .*, and RUN was trained on .*--data"),
-        (["6", "--data", "nowhere"], "--data nowhere is not a token folder"),
+        (["11"], "ends with step 10"),
+        (["0"], "at least 1"),
+        (["6", "--data", "OTHER"], "other tokens"),
+        (["6", "--data", "nowhere"], "nowhere"),
     ],
 )
-def test_a_step_or_data_that_the_run_lacks_is_refused(single, tokens, arguments, problem):
-    other = shutil.copytree(tokens, single.parent / "other")
-    with open(other / "train.bin", "r+b") as file:
-        file.write(b"\0\0")
-    names = {"OTHER": str(other), "RUN": str(single)}
-    arguments = [names.get(argument, argument) for argument in arguments]
-    for name, value in names.items():
-        problem = problem.replace(name, value)
-    status, out, err = call([single, *arguments])
-    assert status == 2 and not out
-    assert re.match(f"^tools.replay: error: .*{problem}[^\n]*\n$", err)
+def test_a_step_or_data_that_the_run_lacks_is_refused(runs, tokens, tmp_path, arguments, problem):
+    other = shutil.copytree(tokens, tmp_path / "other")
+    (other / "train.bin").write_bytes(bytes(2) + (tokens / "train.bin").read_bytes()[2:])
+    arguments = [str(other) if argument == "OTHER" else argument for argument in arguments]
+    status, line = refused(runs["single"], *arguments)
+    assert status == 2 and problem in line
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    status, _, err = call([tmp_path, "1"])
-    assert status == 2 and "is not the folder of a run" in err
+def test_a_damaged_checkpoint_is_one_line(single):
+    weights = single / "checkpoints/step-00000004/rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    status, line = refused(single, 6)
+    assert status == 1 and "step-00000004" in line
+    assert differences(repeated(single, 10)) == [0, 0]
 
 
-def test_a_run_of_other_code_is_refused(single):
-    (start,) = read_starts(single)
+def test_folders_and_ranks_that_cannot_repeat_a_step_are_refused(runs, single, pool, tmp_path):
+    assert refused(tmp_path, 1)[0] == 2
+    ((status, _, err), _) = pool(2, call, [runs["fsdp --tp 2"], 4])
+    assert status == 2 and "4 ranks, not on 2" in err
+    (start,), _ = read_log(single / "metrics.jsonl")
     start["config"]["window"] = 4
     (single / "metrics.jsonl").write_text(json.dumps(start) + "\n")
-    status, _, err = call([single, "1"])
-    assert status == 2 and "was trained by other code: --window is unknown" in err
+    status, line = refused(single, 1)
+    assert status == 2 and "other code: --window" in line
 
 
 def test_replay_needs_the_weights_that_a_run_started_from(runs, run, tmp_path):
     branch = tmp_path / "branch"
     path = checkpoint.list_checkpoints(runs["single"])[-1]
     shutil.copytree(path, branch / "checkpoints" / path.name)
-    for how, text in {
-        "init_from": f"--init_from {runs['single']}",
-        "branch": "--warmup_steps 50",  # the value of that run
-    }.items():
-        out = run(1, f"--max_steps 60 {KEPT} {text}", how)
-        assert differences(repeated(out, 10)) == [0, 0]
+    for name, text in {"init_from": f"--init_from {runs['single']}", "branch": ""}.items():
+        out = run(1, f"--max_steps 14 {KEPT} {text}", name)
+        assert differences(repeated(out, 14)) == [0, 0]
         shutil.rmtree(out / "checkpoints")
-        status, _, err = call([out, 10])
-        assert status == 2 and "began with the weights of another run, and has no" in err
-    status, _, err = call([out, 5])
-    assert status == 2 and "step 5 is in another run: this one began with its checkpoint" in err
+        assert refused(out, 14)[0] == 2
+    assert refused(out, 5)[0] == 2  # it is in the run of the branch's first checkpoint

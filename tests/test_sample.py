@@ -1,5 +1,6 @@
 """Sampling: which checkpoint and tokenizer are used, and what is printed."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,9 +12,19 @@ import checkpoint
 import prepare
 import sample
 from text import tokenizer
-from tools import hf
 
 TEN_TOKENS = ["--max_new_tokens", "10"]
+
+# The tokenizer `bytes` as a tokenizer.json, in which bytes that cannot be printed are letters
+LETTERS = map(chr, itertools.count(256))
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+END = {"id": 256, "content": tokenizer.END_OF_TEXT, "special": True}
+END |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+VOCAB = {}
+for byte in range(256):
+    VOCAB[chr(byte) if chr(byte).isprintable() and chr(byte) != " " else next(LETTERS)] = byte
+BYTES = {"added_tokens": [END], "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL}
+BYTES["model"] = {"type": "BPE", "vocab": VOCAB, "merges": [], "ignore_merges": True}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +33,7 @@ def with_file(pool, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sample")
     (root / "text").write_text("the thing " * 500)
     prepare.prepare([str(root / "text")], root / "tokens")
-    hf.write_tokenizer(tokenizer.load_encoding("bytes"), root / "tokens/tokenizer.json")
+    (root / "tokens/tokenizer.json").write_text(json.dumps(BYTES))
     meta = json.loads((root / "tokens/meta.json").read_text()) | {"tokenizer": "tokenizer.json"}
     (root / "tokens/meta.json").write_text(json.dumps(meta))
     argv = flags(f"--data {root}/tokens --out {root}/run --max_steps 2 --save_interval 1")

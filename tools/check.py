@@ -34,12 +34,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+import config
 import dist
 import errors
+import train
+from config import Config, Run
 from data import TokenFolder
-from log import read_rows
-from tools import common, rehearse
-from tools.common import Origin, Run, flag_value, say
+from log import read_rows, say
+from start import Origin, find_origin, open_data, open_start
+from tools import rehearse
+from tools.common import named_origin
 
 STEPS, LEAST_STEPS = 20, 4
 MICRO_BATCHES = 1000  # about the most on one rank, which computes those of all ranks
@@ -76,7 +80,7 @@ class Numbers:
     of_parameters: list[dict]  # one for each parameter in each measured step
 
 
-def train(
+def train_run(
     run: Run, origin: Origin, source: TokenFolder, world: dist.World, seed: int = 0
 ) -> Numbers:
     """Train as train.py does. With a `seed`, start from weights that are moved by an ulp.
@@ -85,15 +89,15 @@ def train(
     KeyboardInterrupt if a signal stops it.
     """
     dist.on_rank0(partial(Path(run.out).mkdir, parents=True, exist_ok=True))
-    _, found = common.find_origin({"out": run.out}, world)
-    start = common.open_start(run, found if found.path else origin, source, world)
+    _, found = find_origin({"out": run.out}, world)
+    start = open_start(run, found if found.path else origin, source, world)
     with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
-        state = common.build(run, start.mesh, common.empty_model(run))
-        common.load(state, start)
+        state = train.build(run, start.mesh, train.empty_model(run))
+        train.load(state, start)
         state.model.eval()  # a fork's dropout would differ from mesh to mesh
         if seed:
             move_by_an_ulp(state.tensors["model"], seed)
-        if common.train(state, run, start) != 0:
+        if train.train(state, run, start) != 0:
             raise KeyboardInterrupt
     return dist.on_rank0(read_numbers, Path(run.out))
 
@@ -252,9 +256,9 @@ def cut_short(flags: dict, world: dist.World) -> tuple[Run, Origin, TokenFolder]
     folder = Path(dist.on_rank0(tempfile.mkdtemp, None, "check-", parent))
     if not all(dist.on_all_ranks(folder.exists)):
         raise errors.UsageError(f"{folder} is not on all hosts: give a shared --out")
-    source = common.open_data(flag_value(flags, "data"), world)
-    origin = dist.on_rank0(common.named_origin, flags)
-    planned = dist.on_rank0(common.resolve, flags, world, source, origin.model_config)
+    source = open_data(flags.get("data", Config.data), world)
+    origin = dist.on_rank0(named_origin, flags)
+    planned = dist.on_rank0(resolve, flags, world, source, origin)
     per_step = GRAD_ACCUM_STEPS * planned.dp_size  # micro-batches of all ranks
     short = planned.manifest["config"] | {
         "model": planned.given.model,  # resolved, it may be the path of a checkpoint
@@ -264,8 +268,13 @@ def cut_short(flags: dict, world: dist.World) -> tuple[Run, Origin, TokenFolder]
         "profile": None,
         "out": str(folder),
     }
-    run = dist.on_rank0(common.resolve, short, world, source, origin.model_config)
+    run = dist.on_rank0(resolve, short, world, source, origin)
     return run, origin, source
+
+
+def resolve(flags: dict, world: dist.World, source: TokenFolder, origin: Origin) -> Run:
+    """Return the run of `flags`, with the model of the origin's checkpoint, if any."""
+    return config.resolve(Config(**flags), world, source, origin.model_config)
 
 
 def train_alone(
@@ -280,19 +289,30 @@ def train_alone(
     rehearse.leave_group()
     sent = rehearse.rehearse(run, world.rank).communication
     single = dataclasses.replace(world, rank=0, size=1, local_size=1)
-    common.join_group(single, torch.distributed.HashStore())
+    join_group(single, torch.distributed.HashStore())
     mesh = dict(strategy="single", tp=1, dp_shard=1, grad_sync="batch", compile=False)
     numbers = []
     for seed in range(world.rank, 1 + PERTURBED, world.size):
         flags = vars(run.given) | mesh | {"out": f"{run.out}/alone-{seed}"}
-        alone = common.resolve(flags, single, source, origin.model_config)
-        numbers.append(train(alone, origin, source, single, seed))
+        alone = resolve(flags, single, source, origin)
+        numbers.append(train_run(alone, origin, source, single, seed))
     gc.collect()  # a group still referenced keeps its connections
     rehearse.leave_group()
-    common.join_group(world, torch.distributed.PrefixStore("after", store))
+    join_group(world, torch.distributed.PrefixStore("after", store))
     of_ranks = dist.on_all_ranks(numbers.copy)
     seeds = range(1 + PERTURBED)
     return [of_ranks[seed % world.size][seed // world.size] for seed in seeds], sent
+
+
+def join_group(world: dist.World, store: torch.distributed.Store) -> None:
+    """Form the process group of a world, as dist.start does for torchrun's ranks."""
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=world.timeout,
+    )
 
 
 def measure(run: Run, origin: Origin, source: TokenFolder, world: dist.World) -> list[Figure]:
@@ -304,7 +324,7 @@ def measure(run: Run, origin: Origin, source: TokenFolder, world: dist.World) ->
 
     def train_here(name: str, **changes) -> Numbers:
         changed = dataclasses.replace(run, out=str(folder / name), **changes)
-        return train(changed, origin, source, world)
+        return train_run(changed, origin, source, world)
 
     with dist.name_lost_rank(world):
         say(f"{steps} steps on {world.size} ranks ...")
@@ -330,12 +350,12 @@ def measure(run: Run, origin: Origin, source: TokenFolder, world: dist.World) ->
 
 def command(argv: list[str]) -> int:
     """Check the planned run on all ranks; return the exit status, 1 if a figure is wrong."""
-    parser = common.build_parser()
+    parser = config.build_parser()
     parser.prog, parser.usage = "tools.check", "torchrun ... -m tools.check [--FLAG VALUE ...]"
     parser.description = __doc__
-    flags = common.parse_flags([*argv, *SHORT.split()], parser)
-    timeout = timedelta(seconds=flag_value(flags, "timeout"))
-    world = dist.start(flag_value(flags, "device"), timeout)
+    flags = config.parse([*argv, *SHORT.split()], parser)
+    given = Config(**flags)
+    world = dist.start(given.device, timedelta(seconds=given.timeout))
     run, origin, source = cut_short(flags, world)
     figures = measure(run, origin, source, world)
     # The others wait: when one of them ends with status 1, torchrun ends rank 0.

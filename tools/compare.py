@@ -21,7 +21,7 @@ import numpy as np
 
 import errors
 from errors import UsageError
-from tools.common import read_rows, read_starts, relative_difference
+from tools.common import read_log, relative_difference
 
 MOST_COLUMNS = 6  # with more runs, each run is a row
 LEVEL = 0.05  # chance that at least one comparison in a table finds equal settings different
@@ -57,15 +57,17 @@ class Log:
         return loss if math.isfinite(loss) else None
 
 
-def read_log(folder: Path, name: str) -> Log:
+def read_run(folder: Path, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is not one, or has no training row."""
-    log = Log(name, read_starts(folder), defaultdict(dict), defaultdict(dict))
-    for row in read_rows(folder / "metrics.jsonl"):
+    starts, rows = read_log(folder / "metrics.jsonl")
+    log = Log(name, starts, defaultdict(dict), defaultdict(dict))
+    for row in rows:
         if "loss" in row:  # its memory is that of the device, or without one, of the process
             row["gigabytes"] = (row["peak_device_memory"] or row["peak_host_memory"]) / 1e9
         for column, value in row.items():
             log.columns[column][row["step"]] = value
-    for row in read_rows(folder / "optim.jsonl"):
+    _, rows = read_log(folder / "optim.jsonl")
+    for row in rows:
         # Near the clip limit, rounding decides whether a gradient is clipped.
         for column in row.keys() - {"step", "parameter", "clipped"}:
             log.statistics[row["parameter"], column][row["step"]] = row[column]
@@ -332,7 +334,7 @@ def run(argv: list[str]) -> None:
     names = [Path(folder).resolve().name for folder in args.runs]
     if len(set(names)) < len(names):
         names = args.runs
-    logs = [read_log(Path(folder), name) for folder, name in zip(args.runs, names)]
+    logs = [read_run(Path(folder), name) for folder, name in zip(args.runs, names)]
     ranked = logs
     if len(logs) > MOST_COLUMNS:
         ranked = sorted(logs, key=lambda log: log.final_loss() or math.inf)

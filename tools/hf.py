@@ -2,28 +2,34 @@
 
 python -m tools.hf export runs/tiny OUT
 python -m tools.hf import DIR OUT
+python -m tools.hf consolidate runs/tiny OUT
 
-The decoder is Hugging Face's Llama: RoPE pairs the same elements, so tensors map one to one. No
-command executes code from the files that it reads.
+An import is a checkpoint for --init_from and sample.py, and so is a consolidated checkpoint, which
+has one file instead of one for each rank. The decoder is Hugging Face's Llama: RoPE pairs the same
+elements, so tensors map one to one. No command executes code from the files that it reads.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
+import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tiktoken
 import torch
+from torch import Tensor
 
 import checkpoint
 import errors
 from errors import UsageError
 from model import ModelConfig, RopeScaling, meta_model
-from sample import read_trained
+from sample import newest_checkpoint, read_trained
+from start import checkpoints_at
 from text import tokenizer
-from tools import common
-from tools.common import new_folder, read_full, write_full
 
 # Module of the decoder -> module of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -39,21 +45,47 @@ IN_BLOCK = {
     "mlp.down": "mlp.down_proj",
 }
 ACTIVATION = "silu"  # of our MLP; a fork writes the name that transformers has for its own
-# Fields of ModelConfig that do not change what the weights compute: a fork adds its own
-ONLY_IN_TRAINING: set[str] = set()
-ADDS_TOKENS = (
-    "in transformers, the post_processor of tokenizer.json adds tokens to a text; prepare.py and "
-    "sample.py do not: give add_special_tokens=False there, or write the tokens into your texts"
-)
-# Size in ModelConfig -> field of config.json
-INTEGERS = {
+# Field of ModelConfig -> field of config.json
+FIELDS = {
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
     "d_model": "hidden_size",
     "d_ff": "intermediate_size",
     "seq_len": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
 }
+# The fields of ModelConfig that an export keeps. A fork adds those that it maps in to_hf, and those
+# that act only in training.
+KEPT = {*FIELDS, "rope_theta", "rope_scaling"}
+# Field of RopeScaling -> field of rope_scaling
+ROPE_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
+# Field of config.json -> values that the decoder can compute. No other field changes the logits of
+# these two model types in transformers.
+COMPUTED = {
+    "model_type": ("llama", "mistral"),
+    "hidden_act": (ACTIVATION,),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "sliding_window": (None,),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
+}
+
+
+def read_full(reader: checkpoint.Reader, name: str) -> Tensor:
+    """Return a full tensor of a checkpoint. Raises CheckpointError."""
+    full = torch.empty_like(reader.tensors[name].full, device="cpu")
+    reader.fill(name, full)
+    return full
 
 
 def hf_name(name: str) -> str:
@@ -65,7 +97,7 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{IN_BLOCK[part]}.weight"
 
 
-def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
     """Return the names and shapes of the model's weights, as meta tensors without values."""
     return dict(meta_model(config).named_parameters())
 
@@ -74,37 +106,33 @@ def meta_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
 # Export
 
 
-def export_model(source: Path, out: Path) -> None:
+def export_model(named: Path, out: Path) -> None:
     """Write a checkpoint, or the latest of a run, as the new model folder `out`, in float32.
 
     Reads one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
     """
-    path = common.newest_checkpoint(source)
+    path = newest_checkpoint(named)
     trained = read_trained(path)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
-    config = to_hf(trained.config, encoding)
+    config = dataclasses.replace(trained.config, seq_len=longest_context(path))
+    end = encoding.eot_token if encoding else None  # without null, Llama's ids would apply
+    special_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    # As in sample.py, never draw ids that only pad the head.
+    padding = list(range(trained.vocab_size, config.vocab_size)) or None
+    reader = checkpoint.Reader(path)
+    weights = meta_weights(config)
+    layout = {hf_name(name): weight for name, weight in weights.items()}
+    ours = {hf_name(name): f"model.{name}" for name in weights}
     with new_folder(out) as work:
-        write_json(work / "config.json", config)
-        # As in sample.py, never draw ids that only pad the head.
-        padding = list(range(trained.vocab_size, trained.config.vocab_size))
-        generation = special_ids(encoding) | {"suppress_tokens": padding or None}
-        write_json(work / "generation_config.json", generation)
+        write_json(work / "config.json", to_hf(config) | special_ids)
+        write_json(work / "generation_config.json", special_ids | {"suppress_tokens": padding})
         if encoding:
-            if isinstance(encoding, tokenizer.JsonEncoding):
-                encoding.save(work)
-                end = encoding.end_of_text
-                if encoding.adds_tokens:
-                    print(ADDS_TOKENS)
-            else:
-                write_tokenizer(encoding, work / "tokenizer.json")
-                end = tokenizer.END_OF_TEXT
-            write_json(work / "tokenizer_config.json", tokenizer_config(trained.config, end))
-        write_weights(path, meta_weights(trained.config), work / "model.safetensors")
-        for file in work.iterdir():
-            checkpoint.sync(file)
+            write_tokenizer(encoding, config.seq_len, work)
+        checkpoint.write_safetensors(
+            work / "model.safetensors", layout, lambda name: read_full(reader, ours[name]).float()
+        )
         os.rename(work, out)
-        checkpoint.sync(out.parent)
-    print(f"{out}: {path} as a LlamaForCausalLM in float32")
+    print(f"{out}: {path} in float32, for transformers")
     if encoding is None:
         print(f"{out} has no tokenizer, because {path} has none")
 
@@ -113,336 +141,257 @@ def write_json(file: Path, contents: dict) -> None:
     file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
-def write_weights(path: Path, weights: dict[str, torch.Tensor], file: Path) -> None:
-    """Write the weights of a checkpoint as one safetensors file, one tensor at a time."""
-    reader = checkpoint.Reader(path)
-    layout = {}
-    ours = {}  # name in Hugging Face's Llama -> name in the checkpoint
-    for name, weight in weights.items():
-        saved = reader.tensors.get(f"model.{name}")
-        if saved is None or saved.full.shape != weight.shape:
-            problem = f"no model.{name} of {weight.shape}"
-            raise checkpoint.CheckpointError(f"cannot read {path}: {problem}")
-        layout[hf_name(name)] = weight
-        ours[hf_name(name)] = f"model.{name}"
+def longest_context(path: Path) -> int:
+    """Return the longest context of a checkpoint's model, and of those that it was trained from.
 
-    def read(name: str) -> torch.Tensor:
-        return read_full(reader, ours[name]).float()
-
-    checkpoint.write_safetensors(file, layout, read)
+    A model that was finetuned on short sequences can still read long ones.
+    """
+    manifest = checkpoint.read_manifest(path)
+    seq_len = manifest["model"]["seq_len"]
+    named = manifest.get("config", {}).get("init_from")
+    if not named:
+        return seq_len
+    try:
+        return max(seq_len, longest_context(checkpoints_at(Path(named))[-1]))
+    except UsageError:
+        print(f"{named} is gone, so max_position_embeddings is {seq_len}, of this run")
+        return seq_len
 
 
-def to_hf(config: ModelConfig, encoding: tiktoken.Encoding | None) -> dict:
-    """Return the config.json of a model, for transformers 4.43 and later. Raises UsageError."""
-    rope_scaling = None
-    if scaling := config.rope_scaling:
-        rope_scaling = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_seq_len,
-        }
+def to_hf(config: ModelConfig) -> dict:
+    """Return the config.json of a model, for any version of transformers. Raises UsageError."""
     hf = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{field: getattr(config, ours) for ours, field in INTEGERS.items()},
-        "num_key_value_heads": config.n_kv_head,
-        "rms_norm_eps": config.norm_eps,
+        **{field: getattr(config, ours) for ours, field in FIELDS.items()},
         "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling,
-        "tie_word_embeddings": config.tied,
+        "rope_scaling": None,
         "hidden_act": ACTIVATION,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
-        **special_ids(encoding),
     }
-    # A field that is not mapped above, such as a fork's, reads back as its default.
-    read_back = read_config(hf)
+    if scaling := config.rope_scaling:
+        fields = {field: getattr(scaling, ours) for ours, field in ROPE_FIELDS.items()}
+        hf["rope_scaling"] = {"rope_type": "llama3", **fields}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != getattr(read_back, field.name) and field.name not in ONLY_IN_TRAINING:
-            raise UsageError(
-                f"a LlamaForCausalLM cannot have the model's {field.name} {value}: if it acts only "
-                "in training, add it to ONLY_IN_TRAINING in tools/hf.py"
-            )
+        if field.name not in KEPT and value != field.default:
+            raise UsageError(f"a LlamaForCausalLM cannot have the model's {field.name} {value}")
     return hf
 
 
-def special_ids(encoding: tiktoken.Encoding | None) -> dict:
-    """Return end-of-text, or null, as each special id. Without null, Llama's ids would apply."""
-    end = encoding.eot_token if encoding else None
-    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+def write_tokenizer(encoding: tiktoken.Encoding, seq_len: int, folder: Path) -> None:
+    """Write a tokenizer as transformers reads it."""
+    if isinstance(encoding, tokenizer.JsonEncoding):
+        end, contents = encoding.end_of_text, encoding.contents
+    else:
+        end, contents = tokenizer.END_OF_TEXT, convert_tokenizer(encoding).to_str().encode()
+    (folder / "tokenizer.json").write_bytes(contents)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def convert_tokenizer(encoding: tiktoken.Encoding):
+    """Return `bytes` or `gpt2` as a tokenizers.Tokenizer, which gives the same ids."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):
+        def load_tiktoken_bpe(self, file: None) -> dict[bytes, int]:
+            tokens = encoding.token_byte_values()
+            return {token: encoding.encode_single_token(token) for token in tokens}
+
+    return Converter(
+        pattern=encoding._pat_str, extra_special_tokens=[tokenizer.END_OF_TEXT]
+    ).converted()
 
 
 # --------------------------------------------------------------------------------------------------
 # Import
 
-# Field of config.json -> values that the decoder can compute. No other field changes the logits of
-# these two model types in transformers.
-COMPUTED = {
-    "model_type": ("llama", "mistral"),
-    "hidden_act": (ACTIVATION,),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "sliding_window": (None,),
-    "rope_type": ("default", "llama3"),
-    "partial_rotary_factor": (1.0,),
-    "quantization_config": (None, {}),
-}
 
+def import_model(folder: Path, out: Path) -> None:
+    """Write a model folder as the new checkpoint `out`, in the dtypes of its weights.
 
-def import_model(source: Path, out: Path) -> None:
-    """Write the model folder `source` as the new checkpoint `out`, for --init_from and sample.py.
-
-    Writes one file in float32, one tensor at a time. Raises UsageError, CheckpointError.
+    Reads one tensor at a time. Raises UsageError.
     """
-    config = from_hf(source)
-    found = {}  # tensors mapped into memory
-    files = sorted(source.glob("model*.safetensors"))
-    if not files:
-        raise UsageError(f"{source} has no model.safetensors: other formats cannot be read")
-    for file in files:
-        found |= checkpoint.map_safetensors(file)
-    if hf_name("head") in found:  # the head may differ from the embedding
+    config = read_config(folder / "config.json")
+    found = open_weights(folder)
+    if "lm_head.weight" in found:  # it may differ from the embedding
         config = dataclasses.replace(config, tied=False)
-    weights = meta_weights(config)
-    check_weights(source, found, weights)
+    check_weights(folder, found, config)
+    tensors = {f"model.{name}": found[hf_name(name)] for name in meta_weights(config)}
     with new_folder(out) as work:
-        entries = copy_weights(found, weights, work)
-        encoding = import_tokenizer(source, work, config.vocab_size)
-        for copied in work.glob("tokenizer*.json"):
-            entries[copied.name] = checkpoint.write_file(copied, [copied.read_bytes()])  # and sync
+        encoding = import_tokenizer(folder, work)
         manifest = {
             "step": 0,
             "tokens": 0,
             "model": dataclasses.asdict(config),
             "tokenizer": encoding.name if encoding else None,
             "tokens_in_vocabulary": encoding.n_vocab if encoding else config.vocab_size,
-            "files": entries,
         }
-        checkpoint.complete(work, out, manifest)
-    print(f"{out}: {source}, {len(weights)} tensors in float32")
+        write_checkpoint(work, out, tensors, tensors.get, manifest)
+    print(f"{out}: {folder}, {len(tensors)} tensors")
     if encoding is None:
         print(f"{out} has no tokenizer: sample.py reads and prints token ids")
 
 
-def copy_weights(found: dict, weights: dict, work: Path) -> dict:
-    """Write the files of a checkpoint, one tensor at a time; return their entries."""
-    layout = {f"model.{name}": weight for name, weight in weights.items()}
+def read_config(file: Path) -> ModelConfig:
+    """Return the model of a config.json. Raises UsageError if the decoder cannot compute it."""
+    import transformers
 
-    def read(name: str) -> torch.Tensor:
-        source = hf_name(name.removeprefix("model."))
-        values = found[source].float()
-        if not values.isfinite().all():
-            raise UsageError(
-                f"{source} has values that are nan or infinite: they cannot be trained"
-            )
-        return values
-
-    return write_full(work, layout, read)
-
-
-def from_hf(folder: Path) -> ModelConfig:
-    """Return the model that config.json describes. Raises UsageError, also for missing features."""
-    file = folder / "config.json"
     try:
-        return read_config(json.loads(file.read_bytes()))
-    except KeyError as error:
-        raise UsageError(f"{file}: it lacks {error}") from None
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{file}: {error}") from None
+        hf = transformers.AutoConfig.for_model(**json.loads(file.read_bytes()))  # with all defaults
+        values = hf.to_dict() | hf.rope_parameters
+    except Exception as error:  # a damaged file can raise almost any
+        raise UsageError(f"{file}: {' '.join(str(error).split())}") from None
+    for field, computed in COMPUTED.items():
+        if field in values and values[field] not in computed:
+            raise UsageError(f"{file}: this decoder does not have {field} {values[field]!r}")
+    if hf.head_dim * hf.num_attention_heads != hf.hidden_size:
+        raise UsageError(f"{file}: this decoder does not have head_dim {hf.head_dim}")
+    scaling = None
+    if values["rope_type"] == "llama3":
+        scaling = RopeScaling(**{ours: values[field] for ours, field in ROPE_FIELDS.items()})
+    sizes = {ours: values[field] for ours, field in FIELDS.items()}
+    return ModelConfig(**sizes, rope_theta=values["rope_theta"], rope_scaling=scaling)
 
 
-def read_config(hf: dict) -> ModelConfig:
-    """Return the model of a config.json. Raises ValueError, or what from_hf catches if damaged."""
-    rope = read_rope(hf)
-    if feature := missing_feature(hf, rope):
-        fork = "; the fork qwen3 in docs/forking.md has it" if hf["model_type"] == "qwen3" else ""
-        raise ValueError(f"the model needs {feature}, which this decoder does not have{fork}")
-    return ModelConfig(
-        **read_sizes(hf),
-        rope_theta=float(rope["rope_theta"]),
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        rope_scaling=read_rope_scaling(rope),
-    )
+def open_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a model folder, mapped into memory. Raises UsageError."""
+    import safetensors
+
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists() and whole.exists():
+        raise UsageError(f"{folder} has {index.name} and {whole.name}: remove one of them")
+    files = {whole.name}
+    found = {}
+    try:
+        if index.exists():
+            files = set(json.loads(index.read_bytes())["weight_map"].values())
+        for name in files:
+            with safetensors.safe_open(folder / name, "pt") as file:
+                keys = file.keys()
+                found |= {key: file.get_tensor(key) for key in keys}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise UsageError(f"{folder}: {error}") from None
+    # Old files of Llama have RoPE's frequencies.
+    return {name: found[name] for name in found if not name.endswith("rotary_emb.inv_freq")}
 
 
-def read_sizes(hf: dict) -> dict[str, int]:
-    """Read the sizes, within the limits of train.py's flags. Raises KeyError and ValueError."""
-    sizes = {ours: hf[field] for ours, field in INTEGERS.items()}
-    sizes["n_kv_head"] = hf.get("num_key_value_heads") or sizes["n_head"]
-    for name, size in sizes.items():
-        if type(size) is not int or not 1 <= size < 2**32:
-            field = INTEGERS.get(name, "num_key_value_heads")
-            raise ValueError(f"{field} is {size!r}, not an integer from 1 to {2**32 - 1:,}")
-    common.parse_flags([f"--{name}={size}" for name, size in common.known_flags(sizes).items()])
-    width, n_head, head_dim = sizes["d_model"], sizes["n_head"], hf.get("head_dim")
-    if head_dim not in (None, width / n_head):
-        raise ValueError(
-            f"the model needs head_dim {head_dim!r}, but this decoder has only hidden_size {width} "
-            f"/ num_attention_heads {n_head}"
-        )
-    return sizes
-
-
-def read_rope(hf: dict) -> dict:
-    """Return RoPE's fields: in rope_parameters from transformers 5 on, before in two places."""
-    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
-    rope |= hf.get("rope_scaling") or {}
-    rope |= hf.get("rope_parameters") or {}
-    rope.setdefault("rope_type", rope.get("type", "default"))  # "type" until 2024
-    return rope
-
-
-def read_rope_scaling(rope: dict) -> RopeScaling | None:
-    if rope["rope_type"] == "default":
-        return None
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_seq_len=int(rope["original_max_position_embeddings"]),
-    )
-
-
-def missing_feature(hf: dict, rope: dict) -> str | None:
-    """Return a feature of the model that the decoder lacks, or None. Raises KeyError, TypeError."""
-    fields = hf | rope
-    if hf["model_type"] == "llama":
-        fields["sliding_window"] = None  # Llama ignores it
-    fields.setdefault("sliding_window", 4096)  # Mistral's default
-    for key, values in COMPUTED.items():
-        if key in fields and fields[key] not in values:
-            return f"{key} {fields[key]!r}"
-    return None
-
-
-def check_weights(folder: Path, found: dict, weights: dict) -> None:
-    """Raise UsageError unless `found` has exactly the tensors of the model's weights, as floats."""
-    expected = {hf_name(name): [*weight.shape] for name, weight in weights.items()}
-    given = {}
-    for name, tensor in found.items():
-        if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in old Llama files
-            continue
-        if not tensor.is_floating_point() or tensor.itemsize == 1:
-            dtype = checkpoint.DTYPE_NAMES[tensor.dtype]
-            raise UsageError(f"{folder}: {name} is {dtype}: quantized weights cannot be read")
-        given[name] = [*tensor.shape]
+def check_weights(folder: Path, found: dict[str, Tensor], config: ModelConfig) -> None:
+    """Raise UsageError unless the tensors are the model's weights, as floats."""
+    expected = {hf_name(name): [*weight.shape] for name, weight in meta_weights(config).items()}
+    given = {name: [*tensor.shape] for name, tensor in found.items()}
     for name in expected | given:
-        if name not in given:
-            problem = f"is missing; config.json describes it, with the shape {expected[name]}"
-        elif name not in expected:
-            problem = "is not a part of the model that config.json describes"
-        elif given[name] != expected[name]:
-            problem = f"has the shape {given[name]}; config.json describes {expected[name]}"
-        else:
-            continue
-        raise UsageError(f"{folder}: {name} {problem}")
+        if given.get(name) != expected.get(name):
+            shapes = f"{given.get(name, 'missing')}, by config.json {expected.get(name, 'missing')}"
+            raise UsageError(f"{folder}: the shape of {name} is {shapes}")
+        if found[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(f"{folder}: {name} is {found[name].dtype}, not a float")
 
 
-# --------------------------------------------------------------------------------------------------
-# Tokenizers
+def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
+    """Copy the tokenizer of a model folder to `work`, if tokenizer.py can read its tokenizer.json.
 
-
-# Characters of a byte-level vocabulary (like GPT-2's) and their bytes. A printable byte of Latin-1
-# stands for itself; the other bytes have characters from U+0100 on.
-PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-ALPHABET = {chr(byte): byte for byte in PRINTABLE}
-ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-
-
-def write_tokenizer(encoding: tiktoken.Encoding, file: Path) -> None:
-    """Write `bytes` or `gpt2` as a tokenizer.json: a byte-level BPE.
-
-    tiktoken keeps a word that is a token. Otherwise it merges any two neighbouring tokens that form
-    a token, lowest id first. The package tokenizers needs a list of these pairs.
+    The built-in `bytes` needs no copy.
     """
-    character = {byte: letter for letter, byte in ALPHABET.items()}
-
-    def word(token: bytes) -> str:
-        return "".join(character[byte] for byte in token)
-
-    ids = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
-    merges = []
-    for token in sorted(ids, key=ids.get):
-        for i in range(1, len(token)):
-            if token[:i] in ids and token[i:] in ids:
-                merges.append(f"{word(token[:i])} {word(token[i:])}")
-    end = {"id": encoding.eot_token, "content": tokenizer.END_OF_TEXT, "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    # Also splits text by GPT-2's pattern. That does not affect `bytes`, which merges nothing.
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    vocab = {word(token): i for token, i in ids.items()}
-    spec = {
-        "added_tokens": [end],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
-    }
-    write_json(file, spec)
-
-
-def tokenizer_config(config: ModelConfig, end: str) -> dict:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
-        "model_max_length": config.seq_len,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def import_tokenizer(folder: Path, work: Path, vocab_size: int) -> tiktoken.Encoding | None:
-    """Copy the tokenizer.json of a model folder to `work`, if tokenizer.py can read it.
-
-    The built-in `bytes` needs no copy. The manifest refers to a tokenizer by its encoding's name.
-    """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        print(f"{folder} has no tokenizer.json")
-        return None
     try:
-        encoding = tokenizer.load_encoding(str(file))
+        encoding = tokenizer.load_encoding(str(folder / "tokenizer.json"))
+        vocab = encoding.package.get_vocab()
     except tokenizer.TokenizerError as error:
         print(error)
         return None
-    is_bytes = json.loads(file.read_bytes())["model"]["vocab"] == ALPHABET
-    if is_bytes and (encoding.eot_token, encoding.n_vocab) == (256, 257):
-        return tokenizer.load_encoding("bytes")
-    if encoding.n_vocab > vocab_size:
-        print(f"{file} has {encoding.n_vocab:,} tokens, the model {vocab_size:,}: it is left out")
-        return None
+    built_in = tokenizer.load_encoding("bytes")
+    if vocab == convert_tokenizer(built_in).get_vocab():
+        return built_in
     encoding.save(work)
-    if encoding.adds_tokens:
-        print(ADDS_TOKENS)
     return encoding
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint in one file
+
+
+def consolidate(named: Path, out: Path) -> None:
+    """Write a checkpoint, or the latest of a run, as the new checkpoint `out`, as one rank would.
+
+    Reads one tensor at a time. Raises UsageError, and CheckpointError for a damaged file.
+    """
+    path = newest_checkpoint(named)  # after verifying it
+    manifest = checkpoint.read_manifest(path)
+    reader = checkpoint.Reader(path)
+    layout = {name: saved.full for name, saved in reader.tensors.items()}
+    with new_folder(out) as work:
+        for name in manifest["files"]:
+            if not name.endswith((".safetensors", "index.json")):  # of the tokenizer
+                shutil.copyfile(path / name, work / name)
+        write_checkpoint(work, out, layout, functools.partial(read_full, reader), manifest)
+    print(f"{out}: {path} in one file; all {len(manifest['files'])} checksums were right")
+
+
+def write_checkpoint(
+    work: Path, out: Path, layout: dict[str, Tensor], read: Callable[[str], Tensor], manifest: dict
+) -> None:
+    """Turn the folder `work`, which has the files of the tokenizer, into the checkpoint `out`.
+
+    read(name) returns the values of a tensor of the layout.
+    """
+    files = {}
+    for file in work.iterdir():
+        files[file.name] = checkpoint.write_file(file, [file.read_bytes()])
+    boxes = {}
+    for tensor in layout.values():
+        boxes[checkpoint.cut_of(tensor)] = (0,) * tensor.dim(), tuple(tensor.shape)
+    index = json.dumps(checkpoint.index_of(layout, [boxes])).encode()
+    files["index.json"] = checkpoint.write_file(work / "index.json", [index])
+    name = checkpoint.file_of(rank=0)
+    files[name] = checkpoint.write_safetensors(work / name, layout, read)
+    checkpoint.complete(work, out, manifest | {"files": files})
 
 
 # --------------------------------------------------------------------------------------------------
 # The command
 
-CONVERT = {"export": export_model, "import": import_model}
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `out`. The block fills it and renames it to `out`.
+
+    If the block fails, removes it. Raises UsageError if `out` exists.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists: remove it or choose another name")
+    work = checkpoint.temporary(out)
+    try:
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
+        work.mkdir(parents=True)
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def build_parser() -> errors.Parser:
+COMMANDS = {"export": export_model, "import": import_model, "consolidate": consolidate}
+
+
+def command(argv: list[str]) -> None:
     parser = errors.Parser(prog="tools.hf", description=__doc__)
-    parser.add_argument("command", choices=CONVERT)
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("source", type=Path, help="a run or a checkpoint; a model folder to import")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to create")
-    return parser
+    args = parser.parse_args(argv)
+    COMMANDS[args.command](args.source, args.out)
 
 
 def main(argv: list[str]) -> int:
-    def command() -> None:
-        args = build_parser().parse_args(argv)
-        CONVERT[args.command](args.source, args.out)
-
-    return errors.execute("tools.hf", command)
+    return errors.execute("tools.hf", command, argv)
 
 
 if __name__ == "__main__":

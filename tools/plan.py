@@ -20,16 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+import config
 import dist
 import errors
+from config import Config, Run
 from data import TokenFolder
 from errors import UsageError
 from model import SIZES, ModelConfig, meta_model
-from tools import common
-from tools.common import Run
-from tools.rehearse import Communication, Operation, Rehearsal, rehearse
+from start import open_source
+from tools.common import named_origin
+from tools.rehearse import Communication, Operation, Rehearsal, fake_world, rehearse
 
 # --------------------------------------------------------------------------------------------------
 # Devices
@@ -119,7 +122,7 @@ class Cluster:
     @property
     def world(self) -> dist.World:
         """The place of rank 0."""
-        world = common.fake_world(self.world_size, local_size=self.local_size)
+        world = fake_world(self.world_size, local_size=self.local_size)
         if self.device is None:
             return world
         device = torch.device("cuda")
@@ -309,19 +312,20 @@ class Plan:
 
 def make_plan(flags: dict, cluster: Cluster) -> Plan:
     """Rehearse a step of the run of `flags`. Raises UsageError, MeshError and DataError."""
-    saved_model = common.named_origin(flags).model_config
+    saved_model = named_origin(flags).model_config
     source = find_source(flags, saved_model or SIZES[flags.get("model") or "tiny"])
-    run = common.resolve(flags, cluster.world, source, saved_model)
+    run = config.resolve(Config(**flags), cluster.world, source, saved_model)
     found = rehearse(run)
     return Plan(cluster, found, predict(found, cluster))
 
 
 def find_source(flags: dict, model_config: ModelConfig) -> TokenFolder:
     """Open --data or, if it is not here, return a token folder with the vocabulary of a model."""
-    path = common.flag_value(flags, "data")
+    path = flags.get("data", Config.data)
     if "data" in flags and Path(path).exists():  # that of --config may be on the cluster only
-        return common.open_source(path)
-    return common.unread_source(path, model_config.vocab_size)
+        return open_source(path)
+    dtype, tokenizer, fingerprint = np.dtype(np.uint16), None, ""  # not read
+    return TokenFolder(Path(path), dtype, model_config.vocab_size, tokenizer, fingerprint)
 
 
 def report(plan: Plan) -> Iterator[str]:
@@ -468,7 +472,7 @@ def candidates(flags: dict, cluster: Cluster) -> Iterator[Plan]:
     """
     dp_size = cluster.world_size // flags.get("tp", 1)
     strategies = ["ddp", "hsdp", "fsdp"] if cluster.hosts > 1 else ["ddp", "fsdp"]
-    sizes = [max(1, common.flag_value(flags, "global_batch_size") // dp_size)]
+    sizes = [max(1, flags.get("global_batch_size", Config.global_batch_size) // dp_size)]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
 
@@ -508,7 +512,7 @@ def command_of(plan: Plan, flags: dict) -> str:
 
 
 def build_parser() -> errors.Parser:
-    parser = common.build_parser()
+    parser = config.build_parser()
     parser.prog = "tools.plan"
     parser.usage = "python -m tools.plan --world_size N [--choose] [--FLAG VALUE ...]"
     parser.description = (
@@ -549,7 +553,7 @@ def make_cluster(
 
 def parse(argv: list[str]) -> tuple[dict, Cluster, bool]:
     """Return the flags of train.py, the cluster, and whether to choose. Raises UsageError."""
-    flags = common.parse_flags(argv, build_parser())
+    flags = config.parse(argv, build_parser())
     names = ("device_type", "world_size", "nproc_per_node", "host_bandwidth")
     cluster = make_cluster(*(flags.pop(name) for name in names))
     return flags, cluster, flags.pop("choose")

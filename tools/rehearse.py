@@ -12,12 +12,14 @@ import difflib
 import gc
 import itertools
 import math
+import platform
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -40,9 +42,9 @@ from torch.utils.flop_counter import flop_registry
 
 import dist
 import optim
+import train
+from config import Run
 from extras.profile import CommunicationCounter, Traffic
-from tools import common
-from tools.common import Run
 
 # --------------------------------------------------------------------------------------------------
 # Results
@@ -119,12 +121,26 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
     world_size = math.prod(run.mesh_shape)
     with fake_group(rank, world_size):
         # On "cuda" FSDP would need a GPU's streams. No count depends on hosts.
-        world = common.fake_world(world_size, rank)
+        world = fake_world(world_size, rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run shows them
             eager = dataclasses.replace(run, compile=False, optim_metrics_interval=0)
             found = run_layers(eager, world)
     return dataclasses.replace(found, run=run)
+
+
+def fake_world(size: int, rank: int = 0, local_size: int | None = None) -> dist.World:
+    """Return a world of `size` CPUs like this one, as if all were on one host."""
+    device = torch.device("cpu")
+    return dist.World(
+        rank=rank,
+        size=size,
+        local_size=local_size or size,
+        device=device,
+        timeout=timedelta(minutes=1),
+        device_name=platform.machine(),
+        has_bfloat16=dist.has_bfloat16(device),
+    )
 
 
 @contextmanager
@@ -161,11 +177,11 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
     """Build the model and the optimizer, run a step, and return what was recorded."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
-    net = common.empty_model(run)  # outside: a parameter with weak references cannot move
+    net = train.empty_model(run)  # outside: a parameter with weak references cannot move
     if run.device != "cpu":
         choose_gpu_kernels(net)
     with fakes, recorder, no_garbage_collection():
-        state = common.build(run, mesh, net, init=False)
+        state = train.build(run, mesh, net, init=False)
         state.step = 1
         state.optimizer = recorder.follow(mesh, run, state)
         # How many micro-batches each rehearsed one stands for: the first, a middle one, the last
@@ -179,7 +195,7 @@ def run_step(run: Run, mesh: dist.DeviceMesh) -> Rehearsal:
             tokens = (torch.zeros(shape, dtype=torch.int64) for _ in times)
             batches = recorder.batches(tokens, times)
             short = dataclasses.replace(run, grad_accum_steps=len(times))
-            common.train_step(state, batches, short, run.lr)
+            train.train_step(state, batches, short, run.lr)
     return Rehearsal(
         run=run,
         parameters=state.decoder.parameter_count(),
@@ -531,7 +547,7 @@ class Recorder(TorchDispatchMode):
 
     # The phases of a step
 
-    def follow(self, mesh: dist.DeviceMesh, run: Run, state: common.State) -> SimpleNamespace:
+    def follow(self, mesh: dist.DeviceMesh, run: Run, state: train.State) -> SimpleNamespace:
         """Mark the tensors of a built run, and follow the phases of its steps.
 
         Returns what train.train_step gets in place of the optimizer.
