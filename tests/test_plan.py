@@ -212,7 +212,9 @@ def test_the_fastest_run_that_fits_is_chosen(pool, given):
             fitting[strategy, recomputed, sync, int(size)] = float(took)
     sizes = [float(gigabytes) for *_, gigabytes, took in rows if took != "does not fit"]
     assert max(sizes) <= min(too_large)
-    assert choice == min(fitting, key=fitting.get)
+    assert fitting[choice] <= 1.04 * min(fitting.values())
+    alike = [took for kind, took in fitting.items() if kind[0] == choice[0]]
+    assert fitting[choice] == min(alike)
     assert {strategy for strategy, *_ in rows} == GIVEN[given]
 
 
