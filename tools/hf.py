@@ -18,10 +18,10 @@ import torch
 
 import checkpoint
 import errors
+import tokenizer
 from errors import UsageError
 from model import ModelConfig, RopeScaling, meta_model
 from sample import read_trained
-from text import tokenizer
 from tools import common
 from tools.common import new_folder, read_full, write_full
 

@@ -30,10 +30,10 @@ import data
 import dist
 import errors
 import optim
+import tokenizer
 from checkpoint import CheckpointError
 from errors import UsageError
-from text import tokenizer
-from text.sources import plural
+from prepare import plural
 from tools import common
 from tools.common import Origin, Run, State, flag_value, say
 from tools.measuring.runs import read_rows, read_starts, relative_difference

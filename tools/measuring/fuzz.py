@@ -30,7 +30,7 @@ import dist
 import prepare
 from errors import UsageError
 from model import ModelConfig
-from text.sources import plural
+from prepare import plural
 from tools import common
 from tools.common import Origin, Run, read_full
 from tools.measuring import parity
