@@ -152,9 +152,10 @@ def test_text_never_encodes_to_the_end_of_a_document(tokenizers, tmp_path, kind)
     """Even if the vocabulary has it as a word (Unigram), or the letters are merged (BPE)."""
     more = "".join(f"{letter}</s> " * 50 for letter in "abcdefgh")
     name = make_json(tokenizers, kind, tmp_path / "a.json", more)
-    text = "a </s> b</s>c"
+    text = "a </s> b</s>c <s> d"
     status, tokens = prepared(tmp_path, text, f"--tokenizer={name}")
     assert (status, tokens.count(0), tokens[-1]) == (0, 1, 0)
+    assert (1 in tokens) == (kind == "unigram")  # <s>, a word of its vocabulary
     decoded = "".join(tokenizer.decode(name, tokens[:-1]))
     assert "".join(decoded.split()) == "".join(text.split())
 
