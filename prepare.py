@@ -17,13 +17,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from gzip import GzipFile
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -36,7 +37,7 @@ from errors import UsageError
 # Characters that are read at a time, and that decide on the split of a document. A piece has at
 # most 3 * PIECE: on a million spaces, tiktoken's regular expressions overflow their stack.
 PIECE = 1 << 18
-BATCH = 1 << 21  # characters that are encoded in threads before their tokens are written
+BATCH = 1 << 18  # characters that a thread encodes at a time
 SEPARATOR = "<|endoftext|>"  # of the documents of a text file
 # Most tokenizers split text between a letter or digit and a space or line break, so a cut there
 # does not change the tokens.
@@ -293,10 +294,14 @@ def tokenize(
 ) -> Splitter:
     """Write train.bin and val.bin into `folder`; return the Splitter with its counts."""
 
-    def encode(assigned: tuple[str, Piece]) -> np.ndarray:
-        _, (text, ends_document) = assigned
-        tokens = np.asarray(tokenizer.token_ids(encoding, text), dtype)
-        return np.append(tokens, dtype.type(encoding.eot_token)) if ends_document else tokens
+    def encode(batch: list[tuple[str, Piece]]) -> list[tuple[str, np.ndarray]]:
+        encoded = []
+        for split, piece in batch:
+            tokens = np.asarray(tokenizer.token_ids(encoding, piece.text), dtype)
+            if piece.ends_document:
+                tokens = np.append(tokens, dtype.type(encoding.eot_token))
+            encoded.append((split, tokens))
+        return encoded
 
     splitter = Splitter(val_fraction)
     began = reported = time.monotonic()
@@ -306,10 +311,14 @@ def tokenize(
         open(folder / "val.bin", "wb") as val,
         ThreadPoolExecutor(os.cpu_count()) as threads,
     ):
-        for batch in batches(splitter.assign(sources.read())):
-            for (split, _), tokens in zip(batch, threads.map(encode, batch)):
+        batches = batch_up(splitter.assign(sources.read()))
+        calls = (threads.submit(encode, batch) for batch in batches)  # in order
+        started = deque(islice(calls, 2 * os.cpu_count()))
+        while started:
+            for split, tokens in started.popleft().result():
                 (val if split == "val" else train).write(tokens)
                 count += tokens.size
+            started.extend(islice(calls, 1))
             if time.monotonic() > reported + PROGRESS_INTERVAL:
                 reported = time.monotonic()
                 documents = sum(splitter.documents.values())
@@ -318,8 +327,8 @@ def tokenize(
     return splitter
 
 
-def batches(assigned: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piece]]]:
-    """Group pieces, since threads would wait for each other after every few short documents."""
+def batch_up(assigned: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piece]]]:
+    """Group pieces, since it is slower to hand short documents to threads one by one."""
     batch, size = [], 0
     for split, piece in assigned:
         batch.append((split, piece))
