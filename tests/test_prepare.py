@@ -232,9 +232,9 @@ BAD_ROWS = {
 }
 
 
-def refused(capsys, tmp_path: Path, *sources, status: int = 2) -> str:
+def refused(capsys, tmp_path: Path, *sources) -> str:
     argv = ["--source", *map(str, sources), "--out", f"{tmp_path}/out"]
-    assert prepare.main(argv) == status
+    assert prepare.main(argv) == 2
     line = capsys.readouterr().err
     assert line.startswith("prepare.py: error: ") and line.count("\n") == 1
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
@@ -249,6 +249,9 @@ def test_a_row_without_text_is_refused_with_its_line(tmp_path, capsys, row):
 
 
 def test_parquet_and_data_sets_without_text_are_refused(tmp_path, capsys):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(99))
+    pytest.importorskip("pyarrow")
+    assert "a.parquet cannot be read" in refused(capsys, tmp_path, tmp_path)
     write_parquet(tmp_path / "a.parquet", ["x", None, "y"])
     assert "a.parquet, line 2: no text in text" in refused(capsys, tmp_path, tmp_path)
     write_parquet(tmp_path / "a.parquet", ["x"], "body")
@@ -268,17 +271,28 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, capsys):
         "no.jsonl.gz": b"{}",
         "latin-1.txt": "né".encode("latin-1"),
         "utf-16.txt": "text".encode("utf-16"),
-        "a.parquet": b"PAR1" + bytes(99),
         "rows.csv": b"text",
         "empty.txt": b"\n",
     }
-    pytest.importorskip("pyarrow")
     for name, packed in contents.items():
         (tmp_path / name).write_bytes(packed)
         line = refused(capsys, tmp_path, tmp_path / name)
         assert name in line
     line = refused(capsys, tmp_path, tmp_path / "latin-1.txt", tmp_path / "gone.txt")
     assert "gone.txt" in line  # at once, before any file is read
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch, request, capsys):
+    monkeypatch.chdir(tmp_path)  # other users may have no access to the folders above
+    tmp_path.chmod(0o777)
+    Path("text/secret").mkdir(parents=True)
+    Path("text/a.txt").write_text("text")
+    Path("text/secret").chmod(0)
+    request.addfinalizer(partial(os.seteuid, os.geteuid()))
+    os.seteuid(os.geteuid() or 65534)  # permissions do not stop root
+    assert prepare.main(["--source", "text", "--out", "out"]) == 1
+    line = capsys.readouterr().err
+    assert "text/secret" in line and line.count("\n") == 1 and not Path("out").exists()
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, capsys, small_disk):
