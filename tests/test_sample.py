@@ -152,6 +152,7 @@ def test_a_tokenizer_of_another_size_and_ids_outside_of_it_are_refused(run, caps
     manifest = json.loads((path / "manifest.json").read_text())
     for changes, prompt, word in (
         ({"tokens_in_vocabulary": 258}, "the", "258 tokens"),
+        ({"tokens_in_vocabulary": 256}, "the", "256 tokens"),
         ({"tokenizer": None}, "257", "0 to 256"),
         ({"tokenizer": None}, "-1", "0 to 256"),
         ({"tokenizer": None}, "the", "token ids"),
