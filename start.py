@@ -280,7 +280,7 @@ def prepare_builtin(path: Path) -> None:
     if path.exists():
         return
     try:
-        import prepare  # other data needs neither prepare.py nor text/
+        import prepare  # other data needs neither prepare.py nor tokenizer.py
     except ImportError as error:
-        raise UsageError(f"--data {path} needs prepare.py and text/: {error}") from None
+        raise UsageError(f"--data {path} needs prepare.py and tokenizer.py: {error}") from None
     prepare.prepare(None, path)

@@ -320,10 +320,10 @@ def print_sample(state: State, run: Run, start: Start) -> None:
     if start.world.rank > 0:
         return
     try:
-        from text import tokenizer
+        import tokenizer
 
         text = "".join(tokenizer.decode(source.tokenizer, tokens))
-    except Exception as error:  # text/ was deleted, or gpt2's vocabulary cannot be downloaded
+    except Exception as error:  # tokenizer.py was deleted, or gpt2 cannot be downloaded
         text = f"no text: {error}"
     say(f"{' sample ':-^80}\n{text}\n{'-' * 80}")
 

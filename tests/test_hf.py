@@ -20,9 +20,9 @@ from test_tokenizer import make_json, small_gpt2
 import checkpoint
 import prepare
 import sample
+import tokenizer
 from errors import UsageError
 from model import ModelConfig
-from text import tokenizer
 from tools import hf
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))

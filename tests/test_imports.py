@@ -19,18 +19,17 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-PATHS = [*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"), *ROOT.glob("text/*.py")]
+PATHS = [*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")]
 PATHS += ROOT.glob("tools/**/*.py")
 MODULES = {module_name(path): path for path in PATHS if path.name != "__init__.py"}
 EXTRAS = [name for name in MODULES if name.startswith("extras.")]
-TEXT = [name for name in MODULES if name.startswith("text.")]
 TOOLS = [name for name in MODULES if name.startswith("tools.")]
 COMMANDS = [name for name in TOOLS if name not in HELPERS]
 
 
 @functools.cache
 def imports(name: str, also_in_functions: bool = True) -> set[str]:
-    """The modules that a file imports, for example {"torch", "errors", "text.tokenizer"}."""
+    """The modules that a file imports, for example {"torch", "errors", "tools.common"}."""
     found = set()
     nodes = [ast.parse(MODULES[name].read_text())]
     while nodes:
@@ -57,7 +56,7 @@ def test_a_core_file_imports_earlier_core_files_torch_numpy_and_the_standard_lib
 
 
 # What a core file imports only in a function that needs it
-LATER = {"log": {"wandb"}, "start": {"prepare"}, "train": {"text.tokenizer"}}
+LATER = {"log": {"wandb"}, "start": {"prepare"}, "train": {"tokenizer"}}
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -78,15 +77,15 @@ def test_an_extra_imports_only_the_core_and_is_imported_in_one_place(name):
     assert places == ["start" if file == "mixture" else "train"]
 
 
-@pytest.mark.parametrize("name", ["prepare", "sample", *TEXT])
+@pytest.mark.parametrize("name", ["prepare", "tokenizer", "sample"])
 def test_text_and_generation_import_no_tool_and_no_extra(name):
-    allowed = {"errors", *TEXT} if name != "sample" else {*CORE, *TEXT}
+    allowed = {"errors", "tokenizer"} if name != "sample" else {*CORE, "tokenizer"}
     assert imports(name) & MODULES.keys() <= allowed
 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_imports_no_other_command(name):
-    allowed = {*CORE, *EXTRAS, *TEXT, *HELPERS, "prepare", "sample"}
+    allowed = {*CORE, *EXTRAS, *HELPERS, "prepare", "tokenizer", "sample"}
     assert imports(name) & MODULES.keys() <= allowed
 
 
@@ -121,7 +120,7 @@ print(*(module.__file__ for module in sys.modules.values() if getattr(module, "_
 
 
 def test_a_run_imports_the_files_of_the_readme_and_no_others(tokens, tmp_path):
-    """The sample at its end also needs text/, to decode its tokens."""
+    """The sample at its end also needs tokenizer.py, to decode its tokens."""
     flags = f"--strategy fsdp --max_steps 2 --warmup_steps 1 --sample_tokens 0 --data {tokens}"
     command = [sys.executable, "-c", IMPORTED, *flags.split(), "--out", tmp_path / "run"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -25,11 +25,11 @@ from torch import Tensor
 
 import checkpoint
 import errors
+import tokenizer
 from errors import UsageError
 from model import ModelConfig, RopeScaling, meta_model
 from sample import newest_checkpoint, read_trained
 from start import checkpoints_at
-from text import tokenizer
 
 # Module of the decoder -> module of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}

@@ -29,13 +29,13 @@ import data
 import dist
 import errors
 import optim
+import tokenizer
 from config import Config, Run
 from errors import UsageError
 from log import say
 from model import ModelConfig
 from sample import newest_checkpoint
 from start import Origin, Start, open_source, open_start
-from text import tokenizer
 from tools.common import read_log, relative_difference
 from train import State, build, empty_model, load, micro_batches, train_step
 
