@@ -1,6 +1,7 @@
 """Sampling: which checkpoint and tokenizer are used, and what is printed."""
 
 import io
+import itertools
 import json
 import shutil
 import sys
