@@ -169,10 +169,6 @@ class Run(Config):
     peak_tflops: float | None  # of a device in bfloat16, for mfu; None: not known
 
     @property
-    def mesh_shape(self) -> tuple[int, int, int]:
-        return self.dp_replicate, self.dp_shard, self.tp
-
-    @property
     def manifest(self) -> dict:
         """What every checkpoint of the run records."""
         remembered = [name for name, kind in KINDS.items() if kind != "once"]

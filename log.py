@@ -23,6 +23,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from errors import UsageError
+
 
 class Diverged(RuntimeError):
     """Training no longer makes progress."""
@@ -51,7 +53,7 @@ class HostEvent:
 SPREADS = ("data_wait", "peak_device_memory", "peak_host_memory")
 # What a row has beside the columns of a step
 COLUMNS = {"step", "tokens", "lr", "time", "event", "val_loss", "mfu", "step_time", *SPREADS}
-COLUMNS |= {"tokens_per_second", "tokens_per_second_per_device"}
+COLUMNS |= {"tokens_per_second", "tokens_per_second_per_device", *(f"{n}_min" for n in SPREADS)}
 MAX_SKIPPED = 100  # skipped updates in a row that end a run
 
 
@@ -123,6 +125,8 @@ class Log:
 
         Waits if the previous row has not arrived.
         """
+        if taken := columns.keys() & COLUMNS:
+            raise UsageError(f"rows have a column {min(taken)}: rename that of the step")
         self.flush()
         on_host = torch.tensor([data_wait, *peak_memory()], dtype=torch.float64)  # as SPREADS
         if self.device.type == "cuda":

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class ModelError(ValueError):
@@ -311,7 +312,10 @@ class Transformer(nn.Module):
         values: dict[str, list[Tensor]] = {}
         for module in self.modules():
             for name, value in getattr(module, "logged", {}).items():
-                values.setdefault(name, []).append(value.detach())
+                value = value.detach().float()
+                if isinstance(value, DTensor):  # under tp, a rank has a part of the mean
+                    value = value.full_tensor()
+                values.setdefault(name, []).append(value)
         return {name: torch.stack(found).mean() for name, found in values.items()}
 
     def parameter_count(self) -> int:

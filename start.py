@@ -96,7 +96,7 @@ def lock_folder(out: Path, world: dist.World, held: contextlib.ExitStack) -> Non
 
 def open_start(run: Run, origin: Origin, source: data.TokenFolder, world: dist.World) -> Start:
     """Create the mesh of a run and open its data on this rank. All ranks call it."""
-    mesh = dist.make_mesh(world, run.mesh_shape)
+    mesh = dist.make_mesh(world, (run.dp_replicate, run.dp_shard, run.tp))
     train_data = source.open("train", run.seq_len, run.seed)
     val_data = source.open("val", run.seq_len, None)
     count = min(run.eval_sequences, len(val_data))

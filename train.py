@@ -37,7 +37,7 @@ import errors
 import optim
 from config import Run
 from errors import import_extra
-from log import COLUMNS, Log, say
+from log import Log, say
 from model import Transformer, generate, meta_model
 from start import Start, describe_start, start_run, write_config
 
@@ -86,7 +86,7 @@ def train_step(
         for name, value in state.decoder.columns().items():
             columns[name] = columns[name] + value / n
     update, rows = state.optimizer.step(state.step, lr, measure)  # also clips the gradients
-    if taken := columns.keys() & {"loss", *update, *COLUMNS}:
+    if taken := columns.keys() & {"loss", *update}:
         raise errors.UsageError(f"rows have a column {min(taken)}: rename that of the model")
     return {"loss": loss, **update, **columns}, rows
 

@@ -1,6 +1,7 @@
 """Rows of the log: their contents, and how they are written to disk."""
 
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import build_run, rows, train_step
 
 import dist
@@ -118,10 +120,62 @@ def log_of_modules(argv: list[str]) -> list[dict]:
     for step in (1, 2):
         values, _ = train_step(built, step)
         found.append({name: float(value) for name, value in values.items()})
-    decoder.norm.logged = {"step_time": torch.tensor(1.0)}
+    decoder.norm.logged = {"grad_norm": torch.tensor(1.0)}
     with pytest.raises(UsageError):
         train_step(built, 3)
     return found
+
+
+class MeanLogit(torch.nn.Module):
+    """The loss of the reference's example of a column, and a column of another dtype."""
+
+    def forward(self, x, weight, targets):
+        logits = F.linear(x, weight).float()
+        self.logged = {"logit": logits.mean(), "is_high": logits.mean() > 1}
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def mean_logits(argv: list[str]) -> list[dict]:
+    """The columns of two steps of a model with this loss."""
+    built = build_run(argv)
+    head = built.state.decoder.head
+    if hasattr(head.loss, "chunks"):
+        head.loss.loss = MeanLogit()
+    else:
+        head.loss = MeanLogit()
+    found = []
+    for step in (1, 2):
+        values, _ = train_step(built, step)
+        found.append({name: float(value) for name, value in values.items()})
+    return found
+
+
+# Flags and ranks
+POLICIES = {
+    "--loss_chunks 4": 1,
+    "--loss_chunks 3 --micro_batch_size 1": 1,  # 16 tokens: unequal chunks
+    "--strategy fsdp": 2,
+    "--tp 2": 2,
+    "--tp 2 --loss_chunks 2": 2,
+    "--activation_checkpointing full --strategy ddp": 2,
+}
+
+
+@pytest.mark.parametrize("flags", POLICIES)
+def test_a_column_has_the_value_of_one_rank_with_any_policy(on_ranks, flags):
+    text = "--dtype float32 --global_batch_size 8 --n_layer 1"
+    (expected,) = on_ranks(1, mean_logits, text)
+    of_ranks = on_ranks(POLICIES[flags], mean_logits, f"{text} {flags}")
+    for of_one, *found in zip(expected, *of_ranks, strict=True):
+        logit = statistics.fmean(values["logit"] for values in found)  # as in a row
+        assert logit == pytest.approx(of_one["logit"], rel=1e-4)
+        assert {values["is_high"] for values in found} == {0}
+
+
+@pytest.mark.parametrize("name", ["tokens", "lr", "step_time", "data_wait_min", "event"])
+def test_a_column_of_a_row_cannot_be_replaced(log, name):
+    with pytest.raises(UsageError):
+        log().row(1, 1000, 0.1, columns(**{name: 1.0}), data_wait=0.0)
 
 
 def test_modules_leave_columns_of_the_log(on_ranks):

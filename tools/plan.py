@@ -134,12 +134,13 @@ class Cluster:
 # Bytes
 
 
-def group_of(axis: str, mesh_shape: tuple[int, int, int], local_size: int) -> tuple[int, int]:
+def group_of(axis: str, run: Run, local_size: int) -> tuple[int, int]:
     """Return the number of ranks in rank 0's group on an axis, and of hosts that they are on.
 
     Rank (replicate, shard, t) of the mesh is rank (replicate x dp_shard + shard) x tp + t.
     """
     place = dist.AXES.index(axis) if axis in dist.AXES else None  # "world": all ranks
+    mesh_shape = run.dp_replicate, run.dp_shard, run.tp
     size = math.prod(mesh_shape) if place is None else mesh_shape[place]
     stride = 1 if place is None else math.prod(mesh_shape[place + 1 :])
     hosts = {member // local_size for member in range(0, size * stride, stride)}
@@ -212,7 +213,7 @@ def predict(found: Rehearsal, cluster: Cluster) -> Seconds | None:
     forward, backward, last_backward = Pass(), Pass(), Pass()
     alone = 0.0
     for row in found.communication:
-        size, hosts = group_of(row.axis, run.mesh_shape, cluster.local_size)
+        size, hosts = group_of(row.axis, run, cluster.local_size)
         seconds = collective_seconds(row, size, hosts, cluster)
         slowed = SLOWED * collective_seconds(row, size, 1, cluster)
         if row.axis in ("tp", "world") or row.phase == "optimizer":
@@ -331,7 +332,7 @@ def find_source(flags: dict, model_config: ModelConfig) -> TokenFolder:
 def report(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan: bytes first, then the estimate of seconds."""
     run, found, cluster = plan.run, plan.found, plan.cluster
-    axes = " x ".join(f"{axis} {size}" for axis, size in zip(dist.AXES, run.mesh_shape))
+    axes = " x ".join(f"{axis} {getattr(run, axis)}" for axis in dist.AXES)
     yield (
         f"model   {run.model}: {run.n_layer} layers x {run.d_model} wide, vocabulary "
         f"{run.model_config.vocab_size:,}: {found.parameters:,} parameters, "
@@ -377,7 +378,7 @@ def communication(plan: Plan) -> list[dict]:
     on_gloo = plan.cluster.device is None
     rows = {}
     for entry in plan.found.communication:
-        size, hosts = group_of(entry.axis, plan.run.mesh_shape, plan.cluster.local_size)
+        size, hosts = group_of(entry.axis, plan.run, plan.cluster.local_size)
         row = {"axis": entry.axis, "collective": entry.collective, "between_hosts": hosts > 1}
         row |= {"count": 0, "bytes": 0, "wire_bytes": 0.0}
         row = rows.setdefault((entry.axis, entry.collective), row)

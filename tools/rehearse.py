@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import gc
 import itertools
-import math
 import platform
 import warnings
 import weakref
@@ -118,7 +117,7 @@ def rehearse(run: Run, rank: int = 0) -> Rehearsal:
 
     If the run's device is "cuda", the step allocates as on a GPU. The step is not compiled.
     """
-    world_size = math.prod(run.mesh_shape)
+    world_size = run.dp_size * run.tp
     with fake_group(rank, world_size):
         # On "cuda" FSDP would need a GPU's streams. No count depends on hosts.
         world = fake_world(world_size, rank)
@@ -223,7 +222,8 @@ def run_layers(run: Run, world: dist.World) -> Rehearsal:
     each further unit adds what a third adds to two. This is not so with DDP, whose buckets may end
     anywhere, nor with Muon, whose matrices are dealt to all ranks.
     """
-    mesh = dist.make_mesh(world, run.mesh_shape)  # one for all steps: DTensor caches its groups
+    # One mesh for all steps, because DTensor caches its groups.
+    mesh = dist.make_mesh(world, (run.dp_replicate, run.dp_shard, run.tp))
 
     def rehearse_layers(n_layer: int) -> Rehearsal:
         model_config = dataclasses.replace(run.model_config, n_layer=n_layer)
