@@ -138,7 +138,7 @@ class Fuzzer:
             figures = check.compare("mesh and one rank", alone, self.train(draw), limits)
         except AssertionError as error:  # of the pool: a fault may raise anything, on any rank
             return [str(error).strip().splitlines()[-1]]
-        return [figure.problem for figure in figures if figure.problem]
+        return [str(figure) for figure in figures if not figure.is_right]
 
     def train_alone(self, model: tuple) -> tuple[Numbers, dict[str, float]]:
         """Train a model on one rank, and from moved weights; return its numbers and the limits."""

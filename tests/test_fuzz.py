@@ -36,7 +36,8 @@ def test_a_seed_gives_the_same_draws_and_all_choices():
 def test_a_clean_draw_passes_and_clips(pool, tmp_path, draw):
     fuzzer = fuzz.Fuzzer(pool, tmp_path)
     assert fuzzer.problems(SIMPLEST | draw) == []
-    assert [row["clipped"] for row in fuzzer.train(SIMPLEST | draw).rows] == [1] * fuzz.STEPS
+    for rows in zip(*fuzzer.train(SIMPLEST | draw).parameters.values(), strict=True):
+        assert any(row["clipped"] for row in rows)  # in each step
 
 
 def test_a_draw_that_fails_is_shrunk_to_the_simplest():
