@@ -60,20 +60,11 @@ def test_sixty_draws_pass():
 
 
 FAULTS = {  # a change of the code, and the draws of which one is the simplest that shows it
-    "replicas read the same data": (
-        *("dist.py", 'return replicate_rank * mesh["dp_shard"].size() + shard_rank'),
-        *("return shard_rank", [{"mesh": "ddp-2-1-1"}]),
-    ),
     "hsdp averages over too few ranks": (
         *("dist.py", "    fully_shard(model, mesh=mesh, mp_policy=policy)"),
         "    fully_shard(model, mesh=mesh, mp_policy=policy)\n"
         "    if mesh.ndim == 2:\n        model.set_gradient_divide_factor(mesh.shape[1])",
-        [{"mesh": "hsdp-2-1-1"}],
-    ),
-    "the last micro-batch counts more": (
-        *("train.py", "micro_loss.backward()  #"),
-        "(micro_loss * (1.1 if micro_step == n - 1 > 0 else 1)).backward()  #",
-        [{"micro_batch_size": 2}],
+        [{"mesh": "hsdp-2-1-1"}, {"then": "hsdp-2-1-1"}],
     ),
     "a checkpoint places uneven shards as if they were even": (
         *("checkpoint.py", "    return tuple(chunk.offsets)"),

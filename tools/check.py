@@ -163,8 +163,8 @@ def differences(expected: Numbers, found: Numbers) -> dict[str, tuple[float, str
     """
     sizes = {}
     for name in ("losses", "grad_norms"):
-        changes = map(relative, getattr(expected, name), getattr(found, name))
-        sizes[name] = (max(map(abs, changes)), "")
+        pairs = zip(getattr(expected, name), getattr(found, name), strict=True)
+        sizes[name] = (max(abs(relative(a, b)) for a, b in pairs), "")
     medians = []
     for parameter, rows in expected.parameters.items():
         pairs = zip(rows, found.parameters[parameter], strict=True)
