@@ -478,7 +478,7 @@ def copy_with(folder: Path, *changes: tuple[str, str, str]) -> Path:
     for path in ROOT.glob("*.py"):
         folder.mkdir(exist_ok=True)
         shutil.copy(path, folder)
-    for name in ("extras", "text", "tools"):
+    for name in ("extras", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for name, old, new in changes:
         source = (folder / name).read_text()

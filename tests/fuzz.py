@@ -81,22 +81,14 @@ def draws(seed: int) -> Iterator[dict]:
             yield draw | model
 
 
-def simpler(draw: dict, name: str) -> list[dict]:
-    """Return the draw with each simpler choice for one flag, the simplest first."""
-    choices = CHOICES[name]
-    found = [draw | {name: choice} for choice in choices[: choices.index(draw[name])]]
-    if name == "then" and found:  # also the second mesh alone
-        found.insert(1, draw | {"mesh": draw["then"], "then": None})
-    return found
-
-
 def shrink(draw: dict, fails: Callable[[dict], object]) -> dict:
     """Replace choices by simpler ones, one by one, as long as the draw fails."""
     before = None
     while draw != before:
         before = draw
-        for name in CHOICES:
-            draw = next(filter(fails, simpler(draw, name)), draw)
+        for name, choices in CHOICES.items():
+            simpler = [draw | {name: choice} for choice in choices[: choices.index(draw[name])]]
+            draw = next(filter(fails, simpler), draw)
     return draw
 
 
@@ -138,7 +130,7 @@ class Fuzzer:
             figures = check.compare("mesh and one rank", alone, self.train(draw), limits)
         except AssertionError as error:  # of the pool: a fault may raise anything, on any rank
             return [str(error).strip().splitlines()[-1]]
-        return [figure.problem for figure in figures if figure.problem]
+        return [str(figure) for figure in figures if not figure.is_right]
 
     def train_alone(self, model: tuple) -> tuple[Numbers, dict[str, float]]:
         """Train a model on one rank, and from moved weights; return its numbers and the limits."""

@@ -17,7 +17,7 @@ from tools import replay
 from tools.common import read_log
 
 NUMBER = re.compile(r"^(loss|grad_norm) \S+, logged \S+: a relative difference of (\S+)$", re.M)
-SEQUENCE = re.compile(r"^  (\S+) (\S+)% sequence (\d+): '", re.M)
+SEQUENCE = re.compile(r"^  (\S+) (\S+)% sequence (\d+): '(.*)'", re.M)
 KEPT = "--dtype float32 --save_interval 4 --keep_every 1"
 RANKS_OF_MESH = {"single": 1, "ddp": 2, "fsdp --optimizer muon": 2, "fsdp --tp 2": 4}
 
@@ -36,11 +36,11 @@ def repeated(*arguments) -> str:
     return out
 
 
-def refused(*arguments) -> tuple[int, str]:
-    """Return the status and the one line of an error."""
+def refused(*arguments) -> int:
+    """Return the status of an error that is one line."""
     status, out, err = call(arguments)
     assert (out, err.count("\n")) == ("", 1)
-    return status, err
+    return status
 
 
 def differences(out: str) -> list[float]:
@@ -74,38 +74,35 @@ def test_the_same_mesh_repeats_a_step_bit_by_bit(runs, pool, mesh):
         (status, out, _), *others = pool(ranks, call, [runs[mesh], step])
         assert status == 0 and f"{origin} on\n" in out
         assert differences(out) == [0, 0]
-        numbers = [int(number) for _, _, number in SEQUENCE.findall(out)]
+        numbers = [int(number) for _, _, number, _ in SEQUENCE.findall(out)]
         assert sorted(numbers) == list(range(8 * step - 8, 8 * step))
         assert others == [(0, "", "")] * (ranks - 1)  # rank 0 prints
 
 
-def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs):
+def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs, tokens):
     run = runs["fsdp --tp 2"]
     out = repeated(run, 6)
     loss, grad_norm = differences(out)
     assert loss < 1e-6 and grad_norm < 1e-5
-    losses, shares, _ = zip(*[map(float, line) for line in SEQUENCE.findall(out)])
-    assert sorted(losses, reverse=True) == list(losses)
+    *numbers, texts = zip(*SEQUENCE.findall(out))
+    losses, shares, _ = [list(map(float, column)) for column in numbers]
+    assert sorted(losses, reverse=True) == losses
     assert sum(losses) / 8 == pytest.approx(rows(run)[5]["loss"], abs=1e-4)
     assert [loss / sum(losses) for loss in losses] == pytest.approx([s / 100 for s in shares], 0.01)
-    norms = [float(norm) for norm in re.findall(r"^  (\S+) \S+weight$", out, re.M)]
-    assert len(norms) == 20 and sorted(norms, reverse=True) == norms
+    assert all(text.encode() in (tokens / "train.bin").read_bytes()[::2] for text in texts)
 
 
-def test_a_step_is_repeated_with_the_flags_that_trained_it(run):
+def test_a_step_is_repeated_from_a_checkpoint_of_the_start_that_trained_it(run):
     """Steps 1 to 3 were trained by two ranks, and steps 7 and 8 with another learning rate."""
     out = run(2, f"--max_steps 3 --lr 0.01 {KEPT}")
     run(1, f"--max_steps 6 --lr 0.01 {KEPT} --allow_changes")
-    assert differences(repeated(out, 6)) == [0, 0]
-    shutil.rmtree(out / "checkpoints/step-00000003")
-    assert max(differences(repeated(out, 2))) < 1e-5
-    status, line = refused(out, 4)
-    assert status == 2 and "ranks changed from 2 to 1 after step 1" in line
-    assert differences(repeated(out, 6)) == [0, 0]
     run(1, f"--max_steps 8 --lr 0.03 {KEPT} --allow_changes")
-    assert differences(repeated(out, 8)) == [0, 0]
-    shutil.rmtree(out / "checkpoints/step-00000006")
-    assert refused(out, 8)[0] == 2
+    for step, tolerance in {2: 1e-5, 4: 0, 6: 0, 8: 0}.items():
+        assert max(differences(repeated(out, step))) <= tolerance
+    for step in (3, 6):
+        shutil.rmtree(out / f"checkpoints/step-{step:08}")
+        assert refused(out, step + 1) == 2
+    assert differences(repeated(out, 6)) == [0, 0]
 
 
 @contextlib.contextmanager
@@ -145,53 +142,28 @@ def test_replay_without_a_step_lists_spikes_and_skips(single):
     losses = [2 + 0.1 * (i % 2) for i in range(60)]
     losses[19] = 50  # one row too early
     losses[45], losses[50], losses[55] = 2.4, 2.2, None
-    log = [
-        {"step": 10 * i + 10, "loss": loss, "skipped_steps": 3 * (i >= 30)}
-        for i, loss in enumerate(losses)
-    ]
-    log.insert(0, start_row())
+    log = [start_row()]
+    for i, loss in enumerate(losses):
+        log.append({"step": 10 * i + 10, "loss": loss, "skipped_steps": 3 * (i >= 30)})
     (single / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-    lines = repeated(single).splitlines()
-    command = f"python -m tools.replay {single}"
-    assert lines[0] == f"step 310: updates skipped after step 300: 3: {command} 310"
-    assert lines[1].startswith("step 460: loss 2.4000, above 2.3") and lines[1].endswith(" 460")
-    assert lines[2].startswith("step 560: loss nan, above 2.") and len(lines) == 3
+    found = re.findall(
+        r"^step (\d+): (loss|updates).*: python -m .* (\d+)$", repeated(single), re.M
+    )
+    assert found == [("310", "updates", "310"), ("460", "loss", "460"), ("560", "loss", "560")]
 
 
-@pytest.mark.parametrize(
-    "arguments, problem",
-    [
-        (["11"], "ends with step 10"),
-        (["0"], "at least 1"),
-        (["6", "--data", "OTHER"], "other tokens"),
-        (["6", "--data", "nowhere"], "nowhere"),
-    ],
-)
-def test_a_step_or_data_that_the_run_lacks_is_refused(runs, tokens, tmp_path, arguments, problem):
-    other = shutil.copytree(tokens, tmp_path / "other")
-    (other / "train.bin").write_bytes(bytes(2) + (tokens / "train.bin").read_bytes()[2:])
-    arguments = [str(other) if argument == "OTHER" else argument for argument in arguments]
-    status, line = refused(runs["single"], *arguments)
-    assert status == 2 and problem in line
-
-
-def test_a_damaged_checkpoint_is_one_line(single):
+def test_a_step_that_cannot_be_repeated_is_refused(runs, single, pool, tmp_path):
+    assert refused(tmp_path, 1) == 2
+    assert refused(single, 0) == refused(single, 11) == 2
+    ((status, _, err), _) = pool(2, call, [runs["fsdp --tp 2"], 4])
+    assert status == 2 and "4 ranks" in err
     weights = single / "checkpoints/step-00000004/rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    status, line = refused(single, 6)
-    assert status == 1 and "step-00000004" in line
+    assert refused(single, 6) == 1
     assert differences(repeated(single, 10)) == [0, 0]
-
-
-def test_folders_and_ranks_that_cannot_repeat_a_step_are_refused(runs, single, pool, tmp_path):
-    assert refused(tmp_path, 1)[0] == 2
-    ((status, _, err), _) = pool(2, call, [runs["fsdp --tp 2"], 4])
-    assert status == 2 and "4 ranks, not on 2" in err
     (start,), _ = read_log(single / "metrics.jsonl")
-    start["config"]["window"] = 4
-    (single / "metrics.jsonl").write_text(json.dumps(start) + "\n")
-    status, line = refused(single, 1)
-    assert status == 2 and "other code: --window" in line
+    (single / "metrics.jsonl").write_text(json.dumps(start | {"data": "others"}) + "\n")
+    assert refused(single, 10) == 2
 
 
 def test_replay_needs_the_weights_that_a_run_started_from(runs, run, tmp_path):
@@ -202,5 +174,5 @@ def test_replay_needs_the_weights_that_a_run_started_from(runs, run, tmp_path):
         out = run(1, f"--max_steps 14 {KEPT} {text}", name)
         assert differences(repeated(out, 14)) == [0, 0]
         shutil.rmtree(out / "checkpoints")
-        assert refused(out, 14)[0] == 2
-    assert refused(out, 5)[0] == 2  # it is in the run of the branch's first checkpoint
+        assert refused(out, 14) == 2
+    assert refused(out, 5) == 2  # it is in the run of the branch's first checkpoint

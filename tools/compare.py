@@ -7,7 +7,6 @@ python -m tools.compare runs/single runs/fsdp --tolerance 1e-3
 Runs that differ only in --seed are one setting, and a second table compares settings.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -23,13 +22,10 @@ import errors
 from errors import UsageError
 from tools.common import read_log, relative_difference
 
-MOST_COLUMNS = 6  # with more runs, each run is a row
+MOST_COLUMNS = 6  # with more runs, each run is a row, and the best comes first
 LEVEL = 0.05  # chance that at least one comparison in a table finds equal settings different
-# A parameter's difference counts only if it exceeds GROWTH times all earlier ones. Rounding errors
-# grow too: in float32, those above the default tolerance grew 12-fold in a step, 41-fold in ten.
-GROWTH = 100
 
-Values = dict[tuple[str, str], dict[int, float]]  # (of what, column) -> step -> value
+Values = dict[str, dict[int, float]]  # of what -> step -> value
 
 
 @dataclass(frozen=True)
@@ -38,42 +34,39 @@ class Log:
 
     name: str
     starts: list[dict]  # rows
-    columns: dict[str, dict[int, float]]  # column of metrics.jsonl -> step -> value
-    statistics: Values  # of parameters
+    columns: Values  # of metrics.jsonl
+    losses: Values
+    statistics: Values  # of parameters, from optim.jsonl
 
     @property
     def flags(self) -> dict:
         """The values of all flags at the last start, except --out, which always differs."""
         return self.starts[-1]["config"] | {"out": None}
 
-    @property
-    def losses(self) -> Values:
-        training, validation = self.columns["loss"], self.columns["val_loss"]
-        return {("training", "loss"): training, ("validation", "loss"): validation}
-
-    def final_loss(self) -> float | None:
-        """Return the final validation loss if the run has ended and the loss is finite."""
-        loss = self.columns["val_loss"].get(self.flags.get("max_steps"), math.nan)
-        return loss if math.isfinite(loss) else None
+    def final_loss(self) -> float:
+        """Return the final validation loss; inf if the run has not ended or it is not finite."""
+        loss = self.columns["val_loss"].get(self.flags.get("max_steps"), math.inf)
+        return loss if math.isfinite(loss) else math.inf
 
 
 def read_run(folder: Path, name: str) -> Log:
     """Read a run folder. Raises UsageError if it is not one, or has no training row."""
+    columns, statistics = defaultdict(dict), defaultdict(dict)
     starts, rows = read_log(folder / "metrics.jsonl")
-    log = Log(name, starts, defaultdict(dict), defaultdict(dict))
     for row in rows:
         if "loss" in row:  # its memory is that of the device, or without one, of the process
-            row["gigabytes"] = (row["peak_device_memory"] or row["peak_host_memory"]) / 1e9
+            row["peak_gigabytes"] = (row["peak_device_memory"] or row["peak_host_memory"]) / 1e9
         for column, value in row.items():
-            log.columns[column][row["step"]] = value
+            columns[column][row["step"]] = value
+    if not columns["loss"]:
+        raise UsageError(f"{folder} has no training row yet: let it run until its first one")
+    losses = {"training loss": columns["loss"], "validation loss": columns["val_loss"]}
     _, rows = read_log(folder / "optim.jsonl")
     for row in rows:
         # Near the clip limit, rounding decides whether a gradient is clipped.
         for column in row.keys() - {"step", "parameter", "clipped"}:
-            log.statistics[row["parameter"], column][row["step"]] = row[column]
-    if not log.columns["loss"]:
-        raise UsageError(f"{folder} has no training row yet: let it run until its first one")
-    return log
+            statistics[f"{row['parameter']} {column}"][row["step"]] = row[column]
+    return Log(name, starts, columns, losses, statistics)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,13 +78,13 @@ def table_of_runs(logs: list[Log], tolerance: float) -> str:
 
     First differences are those from the first run by more than `tolerance` (relative).
     """
+    if len(logs) > MOST_COLUMNS:
+        logs = sorted(logs, key=Log.final_loss)
     tokens = min(max(log.columns["tokens"].values()) for log in logs)  # that all runs have seen
     rows = []
     for log, flags in zip(logs, different_flags([log.flags for log in logs])):
         cells = {"": log.name} | summary(log, tokens)
-        if len(logs) > 1:
-            cells |= differences(logs[0], log, tolerance)
-        cells |= flags
+        cells |= differences(logs[0], log, tolerance) | flags
         rows.append(list(cells.values()))
     header = list(cells)
     if len(logs) <= MOST_COLUMNS:
@@ -99,29 +92,26 @@ def table_of_runs(logs: list[Log], tolerance: float) -> str:
     return markdown_table(header, rows)
 
 
+SUMMARY = [  # title, column, how its values become one, format
+    ("best validation loss", "val_loss", min, ".4f"),
+    ("tokens/s per device, median", "tokens_per_second_per_device", median, ",.0f"),
+    ("MFU, median", "mfu", median, ".1%"),
+    ("peak memory of a rank in GB", "peak_gigabytes", max, ".2f"),
+    ("steps skipped", "skipped_steps", max, ",.0f"),
+]
+
+
 def summary(log: Log, tokens: int) -> dict[str, str]:
-    """Return the cells of a run on its losses, speed, memory and updates."""
-
-    def cell(column: str, combine: Callable, spec: str) -> str:
-        return formatted(log.columns[column].values(), combine, spec)
-
-    val_losses = list(log.columns["val_loss"].values())
+    """Return the cells of a run on its losses, speed, memory and ranks."""
     losses = []  # in the last tenth of `tokens`
     for step, loss in log.columns["loss"].items():
         if 0.9 * tokens < log.columns["tokens"][step] <= tokens:
             losses.append(loss)
-    return {
-        "final validation loss": f"{val_losses[-1]:.4f}" if val_losses else "none",  # also nan
-        "best validation loss": cell("val_loss", min, ".4f"),
-        f"training loss at {tokens:,} tokens": formatted(losses, fmean, ".4f"),
-        "tokens/s per device, median": cell("tokens_per_second_per_device", median, ",.0f"),
-        "MFU, median": cell("mfu", median, ".1%"),
-        "step time in s, median": cell("step_time", median, ".4f"),
-        "peak memory of a rank in GB": cell("gigabytes", max, ".2f"),
-        "logged steps that were clipped": cell("clipped", fmean, ".1%"),
-        "steps skipped": cell("skipped_steps", max, ",.0f"),
-        "ranks": str(log.starts[-1]["ranks"]),
-    }
+    cells = {"final validation loss": formatted([log.final_loss()], fmean, ".4f")}
+    cells[f"training loss at {tokens:,} tokens"] = formatted(losses, fmean, ".4f")
+    for title, column, combine, spec in SUMMARY:
+        cells[title] = formatted(log.columns[column].values(), combine, spec)
+    return cells | {"ranks": str(log.starts[-1]["ranks"])}
 
 
 def formatted(values: Iterable[float], combine: Callable, spec: str) -> str:
@@ -152,52 +142,32 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 def differences(first: Log, log: Log, limit: float) -> dict[str, str]:
     """Return the cells of a run on where its losses and parameters first differ."""
-    kinds = [("loss", first.losses, log.losses, 0)]
-    kinds += [("parameter", first.statistics, log.statistics, GROWTH)]
+    kinds = [("loss", first.losses, log.losses)]
+    kinds += [("parameter", first.statistics, log.statistics)]
     cells = {}
-    for what, reference, other, growth in kinds:
+    for kind, reference, other in kinds:
         if reference:
-            name = f"first {what} difference from {first.name} over {limit:g} (--tolerance)"
-            found = first_difference(reference, other, limit, growth)
-            cells[name] = "-" if log is first else found
+            name = f"first {kind} difference from {first.name} over {limit:g} (--tolerance)"
+            cells[name] = "-" if log is first else first_difference(reference, other, limit)
     return cells
 
 
-def first_difference(reference: Values, other: Values, limit: float, growth: float) -> str:
-    """Describe the first step that both runs logged and in which a value differs by over `limit`.
+def first_difference(reference: Values, other: Values, limit: float) -> str:
+    """Describe the largest difference in the first step in which one exceeds `limit`.
 
-    The difference must also exceed `growth` times the largest in earlier steps. If several values
-    differ that much, describes the largest difference among those that a step computes first.
+    Steps that only one of the runs logged do not count.
     """
-    by_step = defaultdict(dict)  # step -> (of what, column) -> relative difference
-    for key in reference.keys() & other.keys():
-        for step in reference[key].keys() & other[key].keys():
-            by_step[step][key] = relative_difference(reference[key][step], other[key][step])
-    largest = 0.0  # in earlier steps
+    by_step = defaultdict(dict)  # step -> of what -> relative difference
+    for what in reference.keys() & other.keys():
+        for step in reference[what].keys() & other[what].keys():
+            size = relative_difference(reference[what][step], other[what][step])
+            by_step[step][what] = size
     for step, sizes in sorted(by_step.items()):
-        beyond = []
-        for (what, column), size in sizes.items():
-            if size > max(limit, growth * largest):
-                ratios = [values.get((what, "update_ratio"), {}) for values in (reference, other)]
-                updates = sum(of_steps.get(step, math.inf) for of_steps in ratios)
-                beyond.append((earliness(column, size, updates), size, what, column))
-        if beyond:
-            _, size, what, column = max(beyond)
-            line = f"step {step}: {what} {column} by {size:.1g}"
-            others = {each for _, _, each, _ in beyond} - {what}
-            return f"{line}, and {len(others)} more" if others else line
-        largest = max([largest, *sizes.values()])
+        what = max(sorted(sizes), key=sizes.get)
+        if sizes[what] > limit:
+            return f"step {step}: {what} by {sizes[what]:.1g}"
+    largest = max((max(sizes.values()) for sizes in by_step.values()), default=0.0)
     return f"never: at most {largest:.1g} in {len(by_step)} steps that both runs logged"
-
-
-def earliness(column: str, size: float, updates: float) -> int:
-    """Return a larger number for a difference in what a step computes earlier.
-
-    updates    relative to the weights, of both runs
-    """
-    if column == "weight_norm" and size > updates:
-        return 2  # the weights differed before the step
-    return 1 if column.startswith("grad") else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,22 +181,22 @@ def table_of_settings(logs: list[Log]) -> str:
     """
     losses = defaultdict(dict)  # flags in JSON -> seed -> final validation loss
     for log in logs:
-        if (loss := log.final_loss()) is not None:
+        if math.isfinite(log.final_loss()):
             flags = json.dumps(log.flags | {"seed": None}, sort_keys=True)
-            losses[flags][log.flags.get("seed")] = loss
+            losses[flags][log.flags.get("seed")] = log.final_loss()
     settings = {flags: by_seed for flags, by_seed in losses.items() if len(by_seed) > 1}
     if not settings:
         return ""
     first, *others = settings.values()
+    verdicts = ["-", *(verdict(first, other, len(others)) for other in others)]
+    flags = different_flags(list(map(json.loads, settings)))
     rows = []
-    for cells, by_seed in zip(different_flags(list(map(json.loads, settings))), settings.values()):
-        cells["seeds"] = str(len(by_seed))
-        cells["final validation loss, mean"] = f"{fmean(by_seed.values()):.4f}"
-        cells["standard deviation"] = f"{stdev(by_seed.values()):.4f}"
-        is_first = by_seed is first
-        cells["from the first"] = "-" if is_first else verdict(first, by_seed, len(others))
-        rows.append(list(cells.values()))
-    return markdown_table(list(cells), rows)
+    for cells, by_seed, word in zip(flags, settings.values(), verdicts):
+        values = by_seed.values()
+        spread = [f"{fmean(values):.4f}", f"{stdev(values):.4f}"]
+        rows.append([*cells.values(), str(len(values)), *spread, word])
+    titles = ["seeds", "final validation loss, mean", "standard deviation", "from the first"]
+    return markdown_table([*cells, *titles], rows)
 
 
 def verdict(first: dict[int, float], other: dict[int, float], comparisons: int) -> str:
@@ -267,46 +237,29 @@ def p_value(pairs: list[float]) -> float:
 # --------------------------------------------------------------------------------------------------
 # The curves
 
-PANELS = {  # column -> title
-    "loss": "training loss",
-    "val_loss": "validation loss",
-    "grad_norm": "gradient norm",
-    "tokens_per_second_per_device": "tokens/s per device",
-    "gigabytes": "peak memory of a rank in GB",
-}
+COLUMNS = ("loss", "val_loss", "grad_norm", "tokens_per_second_per_device", "peak_gigabytes")
 
 
 def plot(logs: list[Log], file: Path) -> None:
     """Draw the curves of the runs, with a thin vertical line at each step where a run restarted."""
     from matplotlib import colormaps  # an optional package
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(15, 8), layout="constrained")
-    *panels, for_legend = figure.subplots(2, 3, sharex=True).flat
-    colours = colormaps["tab10"].colors
-    if len(logs) > len(colours):
-        colours = colormaps["turbo"](np.linspace(0, 1, len(logs)))
-    for panel, (column, title) in zip(panels, PANELS.items()):
+    *panels, for_legend = figure.subplots(2, 3).flat
+    colours = colormaps["turbo"](np.linspace(0.1, 0.9, len(logs)))
+    for panel, column in zip(panels, COLUMNS):
+        panel.set(title=column, xlabel="step")
         for log, colour in zip(logs, colours):
             points = log.columns[column]
-            marker = "." if len(points) < 30 else None  # a single evaluation is no line
-            style = dict(color=colour, alpha=0.8, marker=marker, label=log.name)
+            # The markers show a run that has a single evaluation.
+            style = dict(color=colour, marker=".", markersize=3, label=log.name)
             panel.plot(points.keys(), points.values(), **style)
             for start in log.starts[1:]:
                 panel.axvline(start["step"], color=colour, linewidth=0.8)
-        if column in ("loss", "val_loss", "grad_norm"):
-            panel.set_yscale("log")
-            panel.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
-        else:
-            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
-        panel.set(title=title, xlabel="step")
-        panel.tick_params(labelbottom=True)
-        panel.grid(which="both", alpha=0.3)
     for_legend.axis("off")
     names = panels[0].get_legend_handles_labels()
-    legend = for_legend.legend(*names, loc="upper left", ncols=1 + len(logs) // 20)
-    legend.set_in_layout(False)  # many names would leave no place for the curves
+    for_legend.legend(*names, loc="upper left", ncols=1 + len(logs) // 16)
     figure.savefig(file)
 
 
@@ -314,31 +267,22 @@ def plot(logs: list[Log], file: Path) -> None:
 # The command line
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def run(argv: list[str]) -> None:
     parser = errors.Parser(prog="tools.compare", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders, such as runs/a runs/b")
-    help = "relative difference above which a loss or a parameter counts as different (default: "
-    help += "0.01)"
+    help = "relative difference above which values count as different (default: 0.01)"
     add("--tolerance", type=errors.number(float, 0.0), default=1e-2, metavar="T", help=help)
     help = "also draw the curves in a picture (.png, .svg or .pdf); needs matplotlib"
     add("--plot", type=Path, metavar="FILE", help=help)
     args = parser.parse_args(argv)
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--plot {args.plot}: the name must end in .png, .svg or .pdf")
-    return args
-
-
-def run(argv: list[str]) -> None:
-    args = parse(argv)
     names = [Path(folder).resolve().name for folder in args.runs]
     if len(set(names)) < len(names):
         names = args.runs
     logs = [read_run(Path(folder), name) for folder, name in zip(args.runs, names)]
-    ranked = logs
-    if len(logs) > MOST_COLUMNS:
-        ranked = sorted(logs, key=lambda log: log.final_loss() or math.inf)
-    print(table_of_runs(ranked, args.tolerance))
+    print(table_of_runs(logs, args.tolerance))
     if over_seeds := table_of_settings(logs):
         print(f"\n{over_seeds}")
     if args.plot:

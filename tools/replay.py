@@ -8,14 +8,12 @@ Without STEP, lists the spikes in the log. One process can repeat a step of any 
 As many ranks as the run had repeat it bit for bit on CPUs. Nothing is written.
 """
 
-import argparse
 import functools
 import itertools
 import math
 import sys
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -40,8 +38,7 @@ from tools.common import read_log, relative_difference
 from train import State, build, empty_model, load, micro_batches, train_step
 
 ROWS, DEVIATIONS = 20, 5  # a spike is DEVIATIONS x stdev above the median of the ROWS before it
-SHOWN = 20  # sequences and parameters
-CHARACTERS = 200  # of a sequence's text
+SEQUENCES, CHARACTERS = 20, 200  # that are shown; of a sequence's text
 # One process computes the micro-batches of all ranks.
 ALONE = dict(strategy="single", dp_shard=1, tp=1, grad_sync="batch", compile=False)
 
@@ -75,68 +72,50 @@ def describe_spikes(out: Path, rows: list[dict]) -> Iterator[str]:
 
 
 def start_of(starts: list[dict], step: int) -> dict:
-    """Return the start that trained `step`, the last one before it. Raises UsageError."""
+    """Return the row of the start that trained `step`. Raises UsageError if there is none."""
     earlier = [start for start in starts if start["step"] < step]
     if not earlier:
         raise UsageError(f"step {step} is in the run whose checkpoint this one began with")
     return earlier[-1]
 
 
-def find_origin(out: Path, starts: list[dict], step: int) -> Origin:
+def find_origin(out: Path, start: dict, step: int) -> Origin:
     """Return the newest checkpoint before `step`, or no checkpoint for the initial weights.
 
-    Raises UsageError if the steps from there on cannot be repeated, and CheckpointError.
+    Raises UsageError if another start, whose flags may differ, did the steps from there on, and
+    CheckpointError if the checkpoint is damaged.
     """
     saved = [path for path in checkpoint.list_checkpoints(out) if checkpoint.step_of(path) < step]
     origin = Origin()
     if saved:
         path = newest_checkpoint(saved[-1])  # after verifying it
         origin = Origin(path, step=checkpoint.step_of(path))
-    elif starts[0]["step"] > 0 or starts[0]["config"]["init_from"]:
+    if origin.step < start["step"] or (not saved and start["config"]["init_from"]):
         raise UsageError(
-            f"{out} began with the weights of another run, and has no checkpoint from before step "
-            f"{step}: give a later step"
+            f"{out} has no checkpoint from step {start['step']}, where training started, or from "
+            f"later, before step {step}: give a later step"
         )
-    last = start_of(starts, step)
-    now = last["config"] | {"ranks": last["ranks"]}
-    for earlier in range(origin.step + 1, step):
-        start = start_of(starts, earlier)
-        before = start["config"] | {"ranks": start["ranks"]}
-        for name in ("ranks", *last["given"]):  # which has all flags but those of a single start
-            if before.get(name) != now[name]:
-                raise UsageError(
-                    f"{name} changed from {before.get(name)} to {now[name]} after step {earlier}, "
-                    f"and {out} has no checkpoint between it and step {step}: give a later step"
-                )
     return origin
 
 
-def open_run(args: argparse.Namespace, starts: list[dict], world: dist.World) -> tuple[Run, Start]:
-    """Open the run that trained the step, on as many ranks or on one. All ranks call it.
+def open_run(out: Path, row: dict, step: int, world: dist.World) -> tuple[Run, Start]:
+    """Open the run of a start, whose row this is, on as many ranks or on one. All ranks call it.
 
     Raises UsageError if the data, the step or the ranks are not the run's, and CheckpointError.
     """
-    row = start_of(starts, args.step)
-    if unknown := row["config"].keys() - config.KINDS.keys():
-        raise UsageError(f"{args.run} was trained by other code: --{min(unknown)} is unknown")
     flags = row["config"] | {"profile": None}
-    source = open_source(args.data or flags["data"])
+    source = open_source(flags["data"])
     if source.fingerprint != row["data"]:
-        raise UsageError(f"{args.run} was trained on other tokens: name its data with --data")
-    if source.tokenizer:
-        tokenizer.load_encoding(source.tokenizer)  # now, because it may fail
-    if args.step > flags["max_steps"]:
-        raise UsageError(f"{args.run} ends with step {flags['max_steps']}: give a step up to that")
+        raise UsageError(f"{out} was trained on other tokens than --data {flags['data']} has now")
+    if step > flags["max_steps"]:
+        raise UsageError(f"{out} ends with step {flags['max_steps']}: give a step up to that")
     if world.size == 1:
         flags |= ALONE
     elif world.size != row["ranks"]:
-        raise UsageError(
-            f"{args.run} ran on {row['ranks']} ranks, not on {world.size}: start as many, or one "
-            "process without torchrun"
-        )
+        raise UsageError(f"{out} ran on {row['ranks']} ranks: start as many, or one process")
     model_config = ModelConfig.from_dict(row["model"])
     run = config.resolve(Config(**flags), world, source, model_config)
-    origin = dist.on_rank0(find_origin, args.run, starts, args.step)
+    origin = dist.on_rank0(find_origin, out, row, step)
     return run, open_start(run, origin, source, world)
 
 
@@ -158,27 +137,26 @@ def reach(step: int, run: Run, start: Start) -> tuple[State, list[Tensor]]:
 # What a step shows
 
 
-def repeat(args: argparse.Namespace, starts: list[dict], row: dict, world: dist.World) -> None:
-    """Repeat a step, and print what it shows. `row` is its row of the log, or empty."""
-    run, start = open_run(args, starts, world)
-    state, micro_batches = reach(args.step, run, start)
+def show(run: Run, start: Start, step: int, logged: dict) -> None:
+    """Repeat a step, and print what it shows. `logged` is its row, or empty."""
+    state, micro_batches = reach(step, run, start)
     losses = sequence_losses(state, micro_batches, run, start)
-    lr = optim.learning_rate(args.step, run)
-    columns, parameters = train_step(state, iter(micro_batches), run, lr, measure=True)
+    columns, _ = train_step(state, iter(micro_batches), run, optim.learning_rate(step, run))
     # As in a row of the log, where the loss is the mean over ranks
     found = {"loss": fmean(dist.on_all_ranks(columns["loss"].item))}
     found["grad_norm"] = columns["grad_norm"].item()
     for name, value in found.items():
-        logged = ""
-        if name in row:
-            difference = relative_difference(value, row[name])
-            logged = f", logged {row[name]:.9g}: a relative difference of {difference:.2g}"
-        say(f"{name} {value:.9g}{logged}")
+        line = f"{name} {value:.9g}"
+        if name in logged:
+            difference = relative_difference(value, logged[name])
+            line += f", logged {logged[name]:.9g}: a relative difference of {difference:.2g}"
+        say(line)
+    say("loss, share of the batch's, sequence:")
     total = sum(losses.values())
-    shares = {f"{loss / total:.1%} {sequence}": loss for sequence, loss in losses.items()}
-    say("loss, share of the batch's, sequence:", *largest(shares))
-    norms = {row["parameter"]: row["grad_norm"] for row in parameters}
-    say("norm of the gradient, parameter:", *largest(norms))
+    # Those that are not finite come first.
+    ranked = sorted(losses.items(), key=lambda item: (math.isfinite(item[1]), -item[1]))
+    for sequence, loss in ranked[:SEQUENCES]:
+        say(f"  {loss:.4g} {loss / total:.1%} {sequence}")
     if not all(map(math.isfinite, found.values())):  # so the update was skipped
         say(*find_non_finite(state, micro_batches, run))
 
@@ -207,12 +185,6 @@ def sequence_losses(
     for of_rank in dist.on_all_ranks(local_losses.copy):
         losses |= of_rank  # equal on the ranks of a tp group
     return losses
-
-
-def largest(values: dict[str, float]) -> list[str]:
-    """Return lines of the SHOWN largest values, after those that are not finite."""
-    ranked = sorted(values, key=lambda name: (math.isfinite(values[name]), -values[name]))
-    return [f"  {values[name]:.4g} {name}" for name in ranked[:SHOWN]]
 
 
 def find_non_finite(state: State, micro_batches: list[Tensor], run: Run) -> list[str]:
@@ -262,7 +234,6 @@ def command(argv: list[str]) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run folder, for example runs/mine")
     add("step", metavar="STEP", nargs="?", type=errors.number(int, 1), help="the step to repeat")
-    add("--data", metavar="DIR", help="the run's data, if it has moved")
     args = parser.parse_args(argv)
     starts, rows = read_log(args.run / "metrics.jsonl")
     if not starts:
@@ -272,13 +243,12 @@ def command(argv: list[str]) -> None:
         nothing = f"no spike and no skipped update in {len(rows)} training rows"
         print(*(list(describe_spikes(args.run, rows)) or [nothing]), sep="\n")
         return
-    flags = start_of(starts, args.step)["config"]
-    row = next((row for row in rows if row["step"] == args.step), {})
-    device = "cpu" if flags["device"] == "cpu" else "auto"
-    world = dist.start(device, timedelta(seconds=flags["timeout"]))
+    row = start_of(starts, args.step)
+    logged = next((row for row in rows if row["step"] == args.step), {})
+    world = dist.start("cpu" if row["config"]["device"] == "cpu" else "auto")
     try:
-        with dist.name_lost_rank(world):
-            repeat(args, starts, row, world)
+        run, start = open_run(args.run, row, args.step, world)
+        show(run, start, args.step, logged)
     finally:
         torch.distributed.destroy_process_group()
 
