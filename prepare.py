@@ -4,7 +4,7 @@ python prepare.py --source corpus/ --tokenizer gpt2 --out tokens/corpus
 python prepare.py --source web/*.jsonl.gz --tokenizer SmolLM2-135M/ --out tokens/web
 python prepare.py --dataset HuggingFaceFW/fineweb-edu sample-10BT --out tokens/edu
 
-    sources -> documents, in pieces -> train or val, by a hash -> tokens -> a new folder
+    sources -> documents, in pieces -> tokens -> train or val, by a hash -> a new folder
 """
 
 import hashlib
@@ -12,19 +12,16 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from gzip import GzipFile
 from io import TextIOWrapper
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -37,32 +34,15 @@ from errors import UsageError
 # Characters that are read at a time, and that decide on the split of a document. A piece has at
 # most 3 * PIECE: on a million spaces, tiktoken's regular expressions overflow their stack.
 PIECE = 1 << 18
-BATCH = 1 << 18  # characters that a thread encodes at a time
+BATCH = 1 << 22  # characters that are encoded at a time, in parallel
 SEPARATOR = "<|endoftext|>"  # of the documents of a text file
 # Most tokenizers split text between a letter or digit and a space or line break, so a cut there
 # does not change the tokens.
 LAST_WORD_END = re.compile(r".*[^\W_](?=[ \n])", re.DOTALL)
-SAMPLE = 1_000_000  # bytes of text whose tokens are decoded again
-# A tokenizer that loses a larger share of the text would win each comparison by bits per byte.
-LOSES_LITTLE = 0.001
 PROGRESS_INTERVAL = 10.0  # seconds
 
 ROWS = (".jsonl", ".jsonl.gz", ".parquet")
-TEXT = (
-    *(".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".cu", ".hpp", ".rs"),
-    *(".go", ".java", ".kt", ".scala", ".cs", ".swift", ".js", ".ts", ".tsx", ".rb", ".php"),
-    *(".lua", ".jl", ".r", ".hs", ".ml", ".lean", ".sh", ".sql"),
-)
-
-
-class SourceError(ValueError):
-    """A source cannot be read, or has no text where it should."""
-
-    exit_status = 2
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+TEXT = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".rs", ".go", ".js", ".sh")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -70,75 +50,11 @@ def plural(count: int, noun: str) -> str:
 
 
 class Piece(NamedTuple):
+    """A part of a document, or all of it."""
+
     text: str
     ends_document: bool
-
-
-@contextmanager
-def source_errors(source: str | Path) -> Iterator[None]:
-    """Turn errors in reading a source into SourceErrors: those of packages may have any type."""
-    try:
-        yield
-    except (SourceError, ImportError):
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise SourceError(f"{source} cannot be read: {type(error).__name__}: {reason}") from None
-
-
-def find_files(sources: list[str] | None) -> list[Path]:
-    """List the files of `sources` (None: the built-in set), in the same order on any machine.
-
-    Raises SourceError, and OSError for a folder that cannot be read.
-    """
-    if sources is None:
-        return builtin_files()
-    files = []
-    for source in map(Path, sources):
-        if not source.exists():
-            raise SourceError(f"{source} does not exist")
-        if source.is_dir():
-            files += files_in(source)
-        elif source.suffix and not source.name.lower().endswith((*TEXT, *ROWS)):
-            kinds = ", ".join((*ROWS, *TEXT[:4]))
-            raise SourceError(f"{source}: {kinds} and source code are read: rename or convert it")
-        else:
-            files.append(source)
-    return files
-
-
-def files_in(folder: Path) -> list[Path]:
-    """List the files to read in a folder, and print how many others there are.
-
-    Hidden names are passed over, and so is README.md, which on the Hub describes the data.
-    """
-
-    def fail(error: OSError) -> None:  # without this, os.walk passes over what it cannot read
-        raise error
-
-    files, skipped = [], Counter()
-    for place, subfolders, names in os.walk(folder, onerror=fail):
-        subfolders[:] = [name for name in subfolders if name[0] != "."]
-        for path in [Path(place, name) for name in names if name[0] != "."]:
-            if path.name.lower().endswith((*TEXT, *ROWS)) and path.name != "README.md":
-                files.append(path)
-            else:
-                skipped[path.suffix or path.name] += 1
-    if skipped:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(9))
-        print(f"{folder}: skipped {plural(skipped.total(), 'file')}: {kinds}")
-    return sorted(files)
-
-
-def builtin_files() -> list[Path]:
-    """List the code and text files of the installed standard library: about 12 MB, no download."""
-    suffixes = (".py", ".txt", ".html", ".rst")
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = []
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = set(subfolders) - left_out
-        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
-    return sorted(files)
+    split: str = ""  # train or val; see assign
 
 
 @dataclass
@@ -152,7 +68,7 @@ class Sources:
     position: int = 0  # the bytes of the files that have been read
 
     def read(self) -> Iterator[Piece]:
-        """Yield the documents, in pieces. Raises SourceError."""
+        """Yield the documents, in pieces. Raises UsageError."""
         if self.dataset:
             yield from read_dataset(self.dataset, self.split, self.column)
         before = 0
@@ -164,8 +80,62 @@ class Sources:
             before += path.stat().st_size
 
 
+@contextmanager
+def source_errors(source: str | Path) -> Iterator[None]:
+    """Turn errors in reading a source into UsageErrors: those of packages may have any type."""
+    try:
+        yield
+    except (UsageError, ImportError):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{source} cannot be read: {type(error).__name__}: {reason}") from None
+
+
+def find_files(sources: list[str] | None) -> list[Path]:
+    """List the files of `sources`, in the same order on any machine.
+
+    Without sources, these are code and text of the installed standard library: about 12 MB.
+    Raises UsageError, and OSError for a folder that cannot be read.
+    """
+    if sources is None:
+        left_out = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+        return files_in(sysconfig.get_path("stdlib"), (".py", ".txt", ".html", ".rst"), left_out)
+    files = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            files += files_in(source, (*TEXT, *ROWS))
+        elif not source.exists():
+            raise UsageError(f"{source} does not exist")
+        elif source.suffix and not source.name.lower().endswith((*TEXT, *ROWS)):
+            raise UsageError(f"{source}: its suffix is none of {' '.join((*TEXT, *ROWS))}")
+        else:
+            files.append(source)
+    return files
+
+
+def files_in(
+    folder: str | Path, suffixes: tuple[str, ...], left_out: tuple[str, ...] = ()
+) -> list[Path]:
+    """List the files with these suffixes in a folder, without hidden ones; print their number."""
+
+    def fail(error: OSError) -> None:  # without this, os.walk passes over what it cannot read
+        raise error
+
+    files, skipped = [], 0
+    for place, subfolders, names in os.walk(folder, onerror=fail):
+        subfolders[:] = [name for name in subfolders if name[0] != "." and name not in left_out]
+        for name in names:
+            if name[0] != "." and name.lower().endswith(suffixes):
+                files.append(Path(place, name))
+            else:
+                skipped += 1
+    print(f"{folder}: {len(files):,} files to read, {skipped:,} others skipped")
+    return sorted(files)
+
+
 def read_dataset(dataset: list[str], split: str, column: str) -> Iterator[Piece]:
-    """Yield the rows of a data set, in pieces, while it is downloaded. Raises SourceError."""
+    """Yield the rows of a data set, in pieces, while it is downloaded. Raises UsageError."""
     import datasets
 
     name = " ".join(dataset)
@@ -175,7 +145,7 @@ def read_dataset(dataset: list[str], split: str, column: str) -> Iterator[Piece]
 
 
 def read_file(path: Path, file: BinaryIO, column: str) -> Iterator[Piece]:
-    """Yield the documents of a file, in pieces. Raises SourceError."""
+    """Yield the documents of a file, in pieces. Raises UsageError."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from cut_rows(read_parquet(file, column), column, path)
@@ -192,32 +162,33 @@ def read_parquet(file: BinaryIO, column: str) -> Iterator[dict]:
     """Yield rows, with only the column if it is there. Memory stays flat for any row groups."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
+    table = parquet.ParquetFile(file, buffer_size=1 << 16)
     columns = [column] if column in table.schema_arrow.names else None
     for batch in table.iter_batches(256, columns=columns, use_threads=False):
         yield from batch.to_pylist()
 
 
-def parse(line: str, column: str) -> object:
-    """Return the value of a line: None if it is not JSON, and a blank row for a blank line."""
+def parse(line: str, column: str) -> dict:
+    """Return the row of a JSON line: without text for a blank line, empty if it is no object."""
+    if line.isspace():
+        return {column: ""}
     try:
-        return {column: ""} if line.isspace() else json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
-        return None
+        row = None
+    return row if isinstance(row, dict) else {}
 
 
-def cut_rows(rows: Iterable[object], column: str, source: str | Path) -> Iterator[Piece]:
-    """Yield the text of each row, in pieces. Raises SourceError if a row has no text."""
+def cut_rows(rows: Iterable[dict], column: str, source: str | Path) -> Iterator[Piece]:
+    """Yield the text of each row, in pieces. Raises UsageError if a row has no text."""
     for number, row in enumerate(rows, start=1):
-        text = row.get(column) if isinstance(row, dict) else None
-        if isinstance(text, str):
-            yield from cut(text[i : i + PIECE] for i in range(0, len(text), PIECE))
-            continue
-        problem = "it is not a JSON object"
-        if isinstance(row, dict):
-            texts = [name for name, value in row.items() if isinstance(value, str)]
-            problem = f"no text in {column}; --column names the column, and {texts or 'none'} fit"
-        raise SourceError(f"{source}, line {number}: {problem}")
+        text = row.get(column)
+        if not isinstance(text, str):
+            problem = f"no text in {column}; --column names one of {list(row) or 'no columns'}"
+            raise UsageError(f"{source}, line {number}: {problem}")
+        # JSON may have half of a pair, like "\ud83d", which is no character.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield from cut(text[i : i + PIECE] for i in range(0, len(text), PIECE))
 
 
 def cut(blocks: Iterable[str], separator: str = "") -> Iterator[Piece]:
@@ -254,35 +225,28 @@ def choose_split(beginning: bytes, val_fraction: float) -> str:
     return "val" if key < val_fraction * 2**64 else "train"
 
 
-@dataclass
-class Splitter:
-    """Assigns documents to train or val, and counts them."""
+def assign(pieces: Iterable[Piece], val_fraction: float) -> Iterator[Piece]:
+    """Yield each piece with its document's split; leave out documents of white space."""
+    split = ""  # of the current document
+    for text, ends_document, _ in pieces:
+        if not split and ends_document and not text.strip():
+            continue
+        split = split or choose_split(text[:PIECE].encode(), val_fraction)
+        yield Piece(text, ends_document, split)
+        if ends_document:
+            split = ""
 
-    val_fraction: float
-    documents: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
-    size: int = 0  # bytes of text
-    val_size: int = 0
-    sample: str = ""  # the first pieces, until they have SAMPLE bytes
 
-    def assign(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
-        """Yield each piece with its split; leave out documents of white space."""
-        split = None  # of the current document; None between documents
-        for text, ends_document in pieces:
-            if split is None and ends_document and not text.strip():
-                continue
-            if not text.isascii():  # JSON may have half of a pair, like "\ud83d": no character
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if split is None:
-                split = choose_split(text[:PIECE].encode(), self.val_fraction)
-                self.documents[split] += 1
-            if self.size < SAMPLE:
-                self.sample += text
-            size = len(text.encode())
-            self.size += size
-            self.val_size += size if split == "val" else 0
-            yield split, Piece(text, ends_document)
-            if ends_document:
-                split = None
+def batch_up(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces, because the packages of tokenizers encode the texts of a list in parallel."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def tokenize(
@@ -291,57 +255,43 @@ def tokenize(
     dtype: np.dtype,
     folder: Path,
     val_fraction: float,
-) -> Splitter:
-    """Write train.bin and val.bin into `folder`; return the Splitter with its counts."""
-
-    def encode(batch: list[tuple[str, Piece]]) -> list[tuple[str, np.ndarray]]:
-        encoded = []
-        for split, piece in batch:
-            tokens = np.asarray(tokenizer.token_ids(encoding, piece.text), dtype)
-            if piece.ends_document:
-                tokens = np.append(tokens, dtype.type(encoding.eot_token))
-            encoded.append((split, tokens))
-        return encoded
-
-    splitter = Splitter(val_fraction)
+) -> Counter:
+    """Write train.bin and val.bin into `folder`; count the documents and bytes of each split."""
+    counts = Counter()
     began = reported = time.monotonic()
-    count = 0  # tokens
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        ThreadPoolExecutor(os.cpu_count()) as threads,
-    ):
-        batches = batch_up(splitter.assign(sources.read()))
-        calls = (threads.submit(encode, batch) for batch in batches)  # in order
-        started = deque(islice(calls, 2 * os.cpu_count()))
-        while started:
-            for split, tokens in started.popleft().result():
-                (val if split == "val" else train).write(tokens)
-                count += tokens.size
-            started.extend(islice(calls, 1))
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        files = {"train": train, "val": val}
+        for batch in batch_up(assign(sources.read(), val_fraction)):
+            texts = [piece.text for piece in batch]
+            tokens = encoding.encode_ordinary_batch(texts)
+            if not counts:
+                print_lost("".join(texts), "".join(map(encoding.decode, tokens)))
+            for piece, ids in zip(batch, tokens):
+                if piece.ends_document:
+                    ids.append(encoding.eot_token)
+                    counts[f"{piece.split} documents"] += 1
+                files[piece.split].write(np.array(ids, dtype))
+                counts["tokens"] += len(ids)
+                counts[f"{piece.split} bytes"] += len(piece.text.encode())
             if time.monotonic() > reported + PROGRESS_INTERVAL:
                 reported = time.monotonic()
-                documents = sum(splitter.documents.values())
-                line = describe_progress(sources, documents, count, reported - began)
-                print(line, file=sys.stderr)
-    return splitter
+                print(describe_progress(sources, counts, reported - began), file=sys.stderr)
+    return counts
 
 
-def batch_up(assigned: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piece]]]:
-    """Group pieces, since it is slower to hand short documents to threads one by one."""
-    batch, size = [], 0
-    for split, piece in assigned:
-        batch.append((split, piece))
-        size += len(piece.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def print_lost(text: str, decoded: str) -> None:
+    """Print the share of the characters of `text` that `decoded` lacks, if there are any."""
+    lost = (Counter(text) - Counter(decoded)).total()
+    if lost:
+        share = f"{lost / len(text):.2%} of the first {len(text):,} characters"
+        print(f"{share} do not come back from their tokens, so bits per byte mean less")
 
 
-def describe_progress(sources: Sources, documents: int, tokens: int, seconds: float) -> str:
+def describe_progress(sources: Sources, counts: Counter, seconds: float) -> str:
     """For example "12,345 documents, 67,890,123 tokens, 4,526,008 tokens/s, 4.2 minutes left"."""
-    line = f"{documents:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+    documents = counts["train documents"] + counts["val documents"]
+    speed = counts["tokens"] / seconds
+    line = f"{documents:,} documents, {counts['tokens']:,} tokens, {speed:,.0f} tokens/s"
     if sources.position:
         size = sum(path.stat().st_size for path in sources.files)
         line += f", {seconds / 60 * (size / sources.position - 1):,.1f} minutes left"
@@ -361,36 +311,26 @@ def new_folder(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: remove it or choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-            folder = Path(work, out.name)
-            folder.mkdir()
-            yield folder
-            for path in folder.iterdir():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            os.rename(folder, out)
-    except OSError as error:
-        if error.filename is None:  # a full disk
-            raise OSError(error.errno, error.strerror, str(out)) from None
-        raise
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+        folder = Path(work, out.name)
+        folder.mkdir()
+        yield folder
+        os.rename(folder, out)
 
 
-def fill_empty_split(folder: Path, val_fraction: float, itemsize: int) -> None:
-    """If a split got no documents, move tokens from the other split, and print that."""
+def split_few_documents(folder: Path, val_fraction: float, itemsize: int) -> None:
+    """Give validation the last tokens, if the hash has assigned all documents to one split."""
     train, val = folder / "train.bin", folder / "val.bin"
-    if not train.stat().st_size:  # all documents were assigned to validation
+    if not train.stat().st_size:
         os.replace(val, train)
-        val.touch()
-    if val.stat().st_size:
+    elif val.stat().st_size:
         return
-    tokens = train.stat().st_size // itemsize
-    size = max(1, int(tokens * val_fraction)) * itemsize
-    with open(train, "r+b") as head, open(val, "wb") as tail:
-        head.seek(-size, os.SEEK_END)
+    size = train.stat().st_size
+    moved = max(1, int(size // itemsize * val_fraction)) * itemsize
+    with open(train, "rb") as head, open(val, "wb") as tail:
+        head.seek(size - moved)
         shutil.copyfileobj(head, tail)
-        head.seek(-size, os.SEEK_END)
-        head.truncate()
+    os.truncate(train, size - moved)
     print(f"too few documents to split: validation gets the last {val_fraction:.3g} of the tokens")
 
 
@@ -400,17 +340,16 @@ def prepare(
     name: str = "bytes",
     val_fraction: float = 0.05,
     column: str = "text",
-    end_token: str | None = None,
     dataset: list[str] | None = None,
     split: str = "train",
 ) -> None:
     """Tokenize `sources`, `dataset`, or without both the built-in files into a new token folder.
 
-    `name` and `end_token` are passed to tokenizer.load_encoding, and `column` is the field of a row
-    that has the text. The folder `out` is created complete or, after an error, not at all.
-    Raises UsageError, SourceError, TokenizerError and OSError.
+    `name` is passed to tokenizer.load_encoding, and `column` is the field of a row that has the
+    text. The folder `out` is created complete or, after an error, not at all.
+    Raises UsageError and OSError.
     """
-    encoding = tokenizer.load_encoding(name, end_token)
+    encoding = tokenizer.load_encoding(name)
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
     files = [] if dataset else find_files(sources)
     with new_folder(out) as folder:
@@ -418,40 +357,32 @@ def prepare(
         if name not in ("bytes", "gpt2"):
             encoding.save(folder)
             meta["tokenizer"] = "tokenizer.json"
-            meta["tokenizer_sha256"] = {path.name: sha256(path) for path in folder.iterdir()}
         found = Sources(files, dataset or [], split, column)
-        splitter = tokenize(found, encoding, dtype, folder, val_fraction)
-        if not splitter.size:
-            raise SourceError(f"no text in {' '.join(dataset or map(str, files[:3]))}")
-        fill_empty_split(folder, val_fraction, dtype.itemsize)
-        meta |= describe_tokens(splitter, folder, dtype.itemsize)
-        lost = tokenizer.lost_bytes(encoding, splitter.sample) / len(splitter.sample.encode())
-        meta["lost"] = lost if lost > LOSES_LITTLE else 0.0
+        counts = tokenize(found, encoding, dtype, folder, val_fraction)
+        if not counts["tokens"]:
+            raise UsageError(f"no text in {' '.join(dataset or map(str, files[:3]))}")
+        split_few_documents(folder, val_fraction, dtype.itemsize)
+        meta |= describe_tokens(folder, counts, dtype.itemsize)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     print(
-        f"{out}: {plural(sum(splitter.documents.values()), 'document')}, "
-        f"{plural(splitter.size, 'byte')} of text, {meta['train_tokens']:,} tokens to train on, "
-        f"{meta['val_tokens']:,} to validate, vocabulary {encoding.n_vocab:,} ({meta['tokenizer']})"
+        f"{out}: {counts['train bytes'] + counts['val bytes']:,} bytes of text, "
+        f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+        f"vocabulary {encoding.n_vocab:,} ({meta['tokenizer']})"
     )
-    if lost:
-        print(
-            f"{100 * lost:.2g}% of the first bytes do not come back from their tokens"
-            + "; bits per byte will not be comparable" * bool(meta["lost"])
-        )
 
 
-def describe_tokens(splitter: Splitter, folder: Path, itemsize: int) -> dict:
+def describe_tokens(folder: Path, counts: Counter, itemsize: int) -> dict:
     """Return what meta.json states about the token files."""
-    found = {"documents": splitter.documents}
+    meta = {"documents": {split: counts[f"{split} documents"] for split in ("train", "val")}}
     for split in ("train", "val"):
         path = folder / f"{split}.bin"
-        found[f"{split}_tokens"] = path.stat().st_size // itemsize
-        found[f"{split}_sha256"] = sha256(path)
-    found["val_bytes"] = splitter.val_size
-    if not all(splitter.documents.values()):  # fill_empty_split has moved tokens
-        tokens = found["train_tokens"] + found["val_tokens"]
-        found["val_bytes"] = splitter.size * found["val_tokens"] // tokens
-    return found
+        meta[f"{split}_tokens"] = path.stat().st_size // itemsize
+        meta[f"{split}_sha256"] = sha256(path)
+    meta["val_bytes"] = counts["val bytes"]
+    if not all(meta["documents"].values()):  # split_few_documents has moved tokens
+        size = counts["train bytes"] + counts["val bytes"]
+        meta["val_bytes"] = size * meta["val_tokens"] // counts["tokens"]
+    return meta
 
 
 def sha256(path: Path) -> str:
@@ -467,29 +398,20 @@ def build_parser() -> errors.Parser:
     """Return a parser whose results are the arguments of `prepare`."""
     parser = errors.Parser(prog="prepare.py", description=__doc__)
     add = parser.add_argument
-    add(
-        "--source",
-        dest="sources",
-        nargs="+",
-        metavar="FILE|DIR",
-        help="text, .jsonl, .jsonl.gz, .parquet, or folders of them (default: the library of the "
-        "installed Python)",
+    source_help = (
+        "text, .jsonl, .jsonl.gz, .parquet, or folders of them (default: the library of the "
+        "installed Python)"
     )
-    add(
-        "--dataset",
-        nargs="+",
-        metavar=("NAME", "CONFIG"),
-        help="a data set of the Hub, or a folder, for the package datasets; --split names a split",
+    sources = parser.add_mutually_exclusive_group()
+    sources.add_argument(
+        "--source", dest="sources", nargs="+", metavar="FILE|DIR", help=source_help
     )
+    dataset_help = "a data set of the Hub, or a folder, for the package datasets"
+    sources.add_argument("--dataset", nargs="+", metavar=("NAME", "CONFIG"), help=dataset_help)
     add("--split", default="train", metavar="S", help="of the data set (default: train)")
     add("--column", default="text", metavar="C", help="of a row with the text (default: text)")
     name_help = "bytes, gpt2, a tokenizer.json or the folder of a model (default: bytes)"
     add("--tokenizer", dest="name", default="bytes", metavar="NAME", help=name_help)
-    end_help = (
-        "token that ends a document (default: eos_token of the tokenizer_config.json beside a "
-        "tokenizer.json, or else <|endoftext|>, <|end_of_text|> or </s>)"
-    )
-    add("--end_token", metavar="NAME", help=end_help)
     add("--out", required=True, type=Path, metavar="DIR", help="the token folder to create")
     fraction = errors.number(float, 1e-9, 1)
     fraction_help = "fraction of the documents kept for validation (default: 0.05)"
@@ -497,21 +419,12 @@ def build_parser() -> errors.Parser:
     return parser
 
 
-def run_command(argv: list[str]) -> None:
-    args = build_parser().parse_args(argv)
-    if args.sources and args.dataset:
-        raise UsageError("--source and --dataset are two sources: prepare each into its own folder")
-    prepare(**vars(args))
-
-
 def main(argv: list[str]) -> int:
-    return errors.execute("prepare.py", run_command, argv)
+    def command() -> None:
+        prepare(**vars(build_parser().parse_args(argv)))
 
-
-def exit_on_signal(number: int, frame) -> None:
-    sys.exit(128 + number)  # an exception, so that the temporary folder is removed
+    return errors.execute("prepare.py", command)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(main(sys.argv[1:]))

@@ -5,24 +5,18 @@ A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same members.
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import tiktoken
+
+from errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 # The first of these that a tokenizer.json has ends a document, unless the tokenizer_config.json
-# beside it, or --end_token, names another token.
+# beside it names another token.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 CONFIG = "tokenizer_config.json"
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be loaded, or cannot encode a text."""
-
-    exit_status = 2
 
 
 class JsonEncoding:
@@ -38,29 +32,30 @@ class JsonEncoding:
         self.package.no_padding()
         self.package.encode_special_tokens = True  # as ordinary text, where a document names them
         added = [token.content for token in self.package.get_added_tokens_decoder().values()]
-        ends = [end_of_text] if end_of_text else ENDS_OF_TEXT
-        self.end_of_text = next((name for name in ends if name in added), None)
-        if self.end_of_text is None:
+        ends = [name for name in ENDS_OF_TEXT if name in added]
+        self.end_of_text = end_of_text or next(iter(ends), None)
+        if self.end_of_text not in added:
             raise ValueError(
-                f"it has no token {', '.join(ends)}, which would end a document: name one with "
-                f"--end_token ({', '.join(added[:5])})"
+                f"no token ends a document: name its eos_token in a {CONFIG} beside it"
             )
         self.eot_token = self.package.token_to_id(self.end_of_text)
         self.n_vocab = 1 + max(self.package.get_vocab().values())
-        self.adds_tokens = self.package.num_special_tokens_to_add(False) > 0  # not here: e.g. <s>
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Return the tokens of `text`, never the end of a document. Raises TokenizerError."""
+        """Return the tokens of `text`, never the end of a document. Raises UsageError."""
+        return self.encode_ordinary_batch([text])[0]
+
+    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text; the package encodes texts in parallel."""
         try:
-            # Unlike encode(), a batch lets other threads run; "fast" means without offsets.
-            (encoded,) = self.package.encode_batch_fast([text], add_special_tokens=False)
+            encoded = self.package.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
-            raise TokenizerError(f"--tokenizer {self.path}: {error}, in {text[:20]!r}...") from None
-        ids = encoded.ids
-        if self.eot_token in ids:  # a vocabulary may have </s> as a word, which is then spelled
-            letters = [self.package.model.tokenize(letter) for letter in self.end_of_text]
-            spelled = [token.id for tokens in letters for token in tokens]
-            ids = [n for token in ids for n in (spelled if token == self.eot_token else [token])]
+            raise UsageError(f"--tokenizer {self.path}: {error}") from None
+        ids = [text.ids for text in encoded]
+        if any(self.eot_token in tokens for tokens in ids):  # its vocabulary has </s> as a word
+            raise UsageError(
+                f"--tokenizer {self.path} takes {self.end_of_text} in a text for its end"
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -77,89 +72,51 @@ Encoding = tiktoken.Encoding | JsonEncoding
 load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 
 
-def load_encoding(name: str, end_of_text: str | None = None) -> Encoding:
+def load_encoding(name: str) -> Encoding:
     """Return the tokenizer bytes, gpt2, or that of a path: a tokenizer.json or a model's folder.
 
-    `end_of_text` names the token that ends a document, if not tokenizer_config.json does.
-    Raises TokenizerError, and OSError if tiktoken cannot download gpt2.
+    Raises UsageError, and OSError if tiktoken cannot download gpt2.
     """
-    if end_of_text and name in ("bytes", "gpt2"):
-        raise TokenizerError(f"--end_token {end_of_text}: {name} ends a document by {END_OF_TEXT}")
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
+        ends = {END_OF_TEXT: 256}
+        pattern = r"[\s\S]{1,64}"  # any pattern gives the same tokens, and this one is fast
         return tiktoken.Encoding(
-            "bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
+            "bytes", pat_str=pattern, mergeable_ranks=ranks, special_tokens=ends
         )
     if name == "gpt2":
         return tiktoken.get_encoding("gpt2")
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     config = path.with_name(CONFIG)
     try:
-        if not end_of_text and config.exists():
-            token = json.loads(config.read_bytes()).get("eos_token")
-            end_of_text = token["content"] if isinstance(token, dict) else token
-        return load_json(path, path.read_bytes(), end_of_text)
+        end = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
+        return load_json(path, path.read_bytes(), end["content"] if isinstance(end, dict) else end)
     except ImportError:
         raise
     except Exception as error:  # a damaged file can raise almost any
-        raise TokenizerError(
+        raise UsageError(
             f"--tokenizer {name} is not bytes, gpt2 or a tokenizer.json to use: {error}"
         ) from None
-
-
-def token_ids(encoding: Encoding, text: str) -> np.ndarray | list[int]:
-    """The tokens of `text`: an array if possible, since building a list blocks other threads."""
-    if isinstance(encoding, JsonEncoding):
-        return encoding.encode_ordinary(text)
-    if encoding.name == "bytes":  # tiktoken would lose bytes that are not UTF-8
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-    return encoding.encode_to_numpy(text, disallowed_special=())
-
-
-def encode(name: str | None, text: str) -> list[int]:
-    """Return the tokens of `text`, or end-of-text if it is empty.
-
-    With no tokenizer (None), `text` is a list of token ids. Raises TokenizerError.
-    """
-    if name is None:
-        try:
-            return [int(token) for token in text.split()] or [0]
-        except ValueError:
-            raise TokenizerError(
-                f"the tokenizer of this data is unknown: write token ids, like 17 4 52, not {text}"
-            ) from None
-    encoding = load_encoding(name)
-    return [int(token) for token in token_ids(encoding, text)] or [encoding.eot_token]
 
 
 def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) -> Iterator[str]:
     """Yield the text of each token in turn; a character of several tokens comes with the last one.
 
     `before` contains the preceding tokens: a tokenizer may drop the first space of a text. With no
-    tokenizer (None), yields token ids. Raises TokenizerError.
+    tokenizer (None), yields token ids. Raises UsageError.
     """
-    encoding = load_encoding(name) if name else None
+    if name is None:
+        yield from (f"{token} " for token in tokens)
+        return
+    encoding = load_encoding(name)
     before, new = list(before), []
     for token in tokens:
         new.append(token)
-        text = added_text(encoding, before, new)
+        text = encoding.decode(before + new)[len(encoding.decode(before)) :]
         if text.endswith("\ufffd"):  # part of a character
             yield ""
         else:
             yield text
             before, new = new, []
-    yield added_text(encoding, before, new)
-
-
-def added_text(encoding: Encoding | None, before: list[int], new: list[int]) -> str:
-    """Return the text of the tokens `new` when they follow the tokens `before`."""
-    if encoding is None:
-        return "".join(f"{token} " for token in new)
-    return encoding.decode(before + new)[len(encoding.decode(before)) :]
-
-
-def lost_bytes(encoding: Encoding, text: str) -> int:
-    """Return how many bytes of `text`, at least, are not in the text of its tokens."""
-    ids = [int(token) for token in token_ids(encoding, text)]
-    lost = Counter(text) - Counter(encoding.decode(ids))
-    return sum(n * len(letter.encode(errors="surrogateescape")) for letter, n in lost.items())
+    if new:
+        yield text

@@ -308,10 +308,11 @@ def test_a_round_trip_keeps_the_tokenizer(transformers, tokenizers, pool, tmp_pa
     after = transformers.AutoTokenizer.from_pretrained(out)
     assert type(before) is type(after)
     assert after.eos_token == "</s>"
+    encoding = tokenizer.load_encoding(str(path / "tokenizer.json"))
     for line in [*UGLY, Path(__file__).read_text()]:
         ids = after(line)["input_ids"]
         assert ids == before(line)["input_ids"]
-        assert ids == tokenizer.encode(str(path / "tokenizer.json"), line) or "</s>" in line
+        assert ids == encoding.encode_ordinary(line) or "</s>" in line
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Text <-> tokens, with tokenizers that need no network."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -30,16 +29,9 @@ def small_gpt2(monkeypatch, merges: list[bytes]) -> tiktoken.Encoding:
 
 def test_text_is_decoded_token_by_token():
     """A character of several tokens comes with the last."""
-    assert tokenizer.encode("bytes", os.fsdecode(b"n\xe9 \xc3\xa9")) == [*b"n\xe9 \xc3\xa9"]
-    assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a", ""]
+    assert list(tokenizer.decode("bytes", [0xC3, 0xA9, 0x61])) == ["", "é", "a"]
     assert list(tokenizer.decode("bytes", [0x61, 0xC3])) == ["a", "", "\ufffd"]
-    assert tokenizer.encode("bytes", "") == [256]
-
-
-def test_text_without_a_tokenizer_is_token_ids():
-    assert "".join(tokenizer.decode(None, tokenizer.encode(None, "3 4"))) == "3 4 "
-    with pytest.raises(tokenizer.TokenizerError, match="write token ids"):
-        tokenizer.encode(None, "three")
+    assert list(tokenizer.decode(None, [3, 4])) == ["3 ", "4 "]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,43 +111,40 @@ def prepared(tmp_path: Path, text: str, *options: str) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_gets_the_tokens_of_the_package(tokenizers, tmp_path, capsys, kind):
-    """Its file goes into the folder, and decodes there; what does not come back is measured."""
-    rng = random.Random(0)
-    text = "x" + "".join(
-        rng.choices(["def f(x):\n  ", "é", "ı", "e\u0301", "ABC ", "\t", "12"], k=2000)
-    )
+    """Its file goes into the folder, and decodes there; what does not come back is printed."""
+    words = ["def f(x):\n  ", "é", "ı", "e\u0301", "ABC ", "\t", "12", "<s>"]
+    text = "x" + "".join(random.Random(0).choices(words, k=2000))
     name = make_json(tokenizers, kind, tmp_path / "mine.json")
     status, tokens = prepared(tmp_path, text, f"--tokenizer={name}")
     reference = tokenizers.Tokenizer.from_file(name)
     reference.no_truncation()
     reference.no_padding()
+    reference.encode_special_tokens = True
     expected = reference.encode(text, add_special_tokens=False).ids
     assert (status, tokens) == (0, [*expected, 0])  # </s>
+    assert (1 in tokens) == (kind == "unigram")  # <s>, a word of its vocabulary
     folder = data.open_folder(tmp_path / "tokens")
     assert folder.vocab_size == reference.get_vocab_size()
-    assert (Path(folder.tokenizer), {*folder.tokenizer_files}) == (
-        tmp_path / "tokens/tokenizer.json",
-        {"tokenizer.json", "tokenizer_config.json"},
-    )
+    assert folder.tokenizer == str(tmp_path / "tokens/tokenizer.json")
     decoded = "".join(tokenizer.decode(folder.tokenizer, expected))
     assert decoded == reference.decode(expected, skip_special_tokens=False)
     rest = "".join(tokenizer.decode(folder.tokenizer, expected[9:], expected[:9]))
     assert decoded.endswith(rest) and len(rest) > len(decoded) / 2
-    is_exact = kind in ("byte level", "llama 2")
-    assert (decoded == text) == is_exact
-    assert (json.loads((tmp_path / "tokens/meta.json").read_text())["lost"] > 0.001) != is_exact
-    assert ("bits per byte will not be comparable" in capsys.readouterr().out) != is_exact
+    assert (decoded == text) == (kind in ("byte level", "llama 2"))
+    assert ("do not come back" in capsys.readouterr().out) == (decoded != text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_never_encodes_to_the_end_of_a_document(tokenizers, tmp_path, kind):
-    """Even if the vocabulary has it as a word (Unigram), or the letters are merged (BPE)."""
-    more = "".join(f"{letter}</s> " * 50 for letter in "abcdefgh")
-    name = make_json(tokenizers, kind, tmp_path / "a.json", more)
-    text = "a </s> b</s>c <s> d"
+def test_text_never_encodes_to_the_end_of_a_document(tokenizers, tmp_path, capsys, kind):
+    """A text is refused if the vocabulary has the end as a word (Unigram)."""
+    name = make_json(tokenizers, kind, tmp_path / "a.json", "a</s> " * 50)
+    text = "a </s> b</s>c d"
     status, tokens = prepared(tmp_path, text, f"--tokenizer={name}")
-    assert (status, tokens.count(0), tokens[-1]) == (0, 1, 0)
-    assert (1 in tokens) == (kind == "unigram")  # <s>, a word of its vocabulary
+    if kind == "unigram":
+        line = capsys.readouterr().err
+        assert status == 2 and "</s>" in line and line.count("\n") == 1
+        return
+    assert (status, tokens.index(0)) == (0, len(tokens) - 1)
     decoded = "".join(tokenizer.decode(name, tokens[:-1]))
     assert "".join(decoded.split()) == "".join(text.split())
 
@@ -166,41 +155,33 @@ def added(name: str, number: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    "config, flag, end",
+    "config, end",
     [
-        (None, None, "<|endoftext|>"),
-        ({"eos_token": "<eos>"}, None, "<eos>"),  # Gemma's
-        ({"eos_token": {"content": "<eos>", "lstrip": False}}, None, "<eos>"),
-        ({"eos_token": None}, None, "<|endoftext|>"),
-        ({"eos_token": "</s>"}, None, "</s>"),
-        ({"eos_token": "<eos>"}, "<turn>", "<turn>"),
-        ({"eos_token": "<gone>"}, None, None),
-        (None, "<gone>", None),
+        (None, "<|endoftext|>"),
+        ({"eos_token": "<eos>"}, "<eos>"),  # Gemma's
+        ({"eos_token": {"content": "<eos>", "lstrip": False}}, "<eos>"),
+        ({"eos_token": None}, "<|endoftext|>"),
+        ({"eos_token": "</s>"}, "</s>"),
+        ({"eos_token": "<gone>"}, None),
     ],
 )
-def test_the_end_of_a_document_is_named_beside_the_tokenizer(
-    tokenizers, tmp_path, capsys, config, flag, end
-):
+def test_the_end_of_a_document_is_named_beside_the_tokenizer(tokenizers, tmp_path, config, end):
     """A folder of a model is enough, and the copies that a checkpoint has name the same token."""
-    model = tmp_path / "model"
+    model, copies = tmp_path / "model", tmp_path / "checkpoint"
     model.mkdir()
-    name = make_json(tokenizers, "byte level", model / "tokenizer.json")
-    spec = json.loads(Path(name).read_text())
+    copies.mkdir()
+    path = Path(make_json(tokenizers, "byte level", model / "tokenizer.json"))
+    spec = json.loads(path.read_text())
     n = len(spec["model"]["vocab"])
-    new = ["<eos>", "<turn>", "<|endoftext|>"]  # the last is preferred to </s>
-    spec["added_tokens"] += [added(token, n + i) for i, token in enumerate(new)]
-    Path(name).write_text(json.dumps(spec))
+    spec["added_tokens"] += [added("<eos>", n), added("<|endoftext|>", n + 1)]
+    path.write_text(json.dumps(spec))
     if config:
         (model / "tokenizer_config.json").write_text(json.dumps(config))
-    options = [f"--tokenizer={model}", *([f"--end_token={flag}"] if flag else [])]
-    status, tokens = prepared(tmp_path, "the text", *options)
+    status, tokens = prepared(tmp_path, "the text", f"--tokenizer={model}")
     if end is None:
-        line = capsys.readouterr().err
-        assert status == 2 and "it has no token <gone>" in line and line.count("\n") == 1
+        assert status == 2
         return
-    assert tokens[-1] == (n + new.index(end) if end in new else 0)
-    copies = tmp_path / "checkpoint"
-    copies.mkdir()
+    assert tokens[-1] == {"</s>": 0, "<eos>": n, "<|endoftext|>": n + 1}[end]
     for file, contents in data.open_folder(tmp_path / "tokens").tokenizer_files.items():
         (copies / file).write_bytes(contents)
     assert tokenizer.load_encoding(f"{copies}/tokenizer.json").eot_token == tokens[-1]
@@ -228,7 +209,3 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tokenizers, tmp_path, capsys
     line = capsys.readouterr().err
     assert status == 2 and line.startswith(f"prepare.py: error: --tokenizer {path}")
     assert line.count("\n") == 1 and not (tmp_path / "tokens").exists()
-
-
-def test_an_end_token_of_a_built_in_tokenizer_is_refused(tmp_path):
-    assert prepared(tmp_path, "text", "--end_token=x") == (2, [])

@@ -109,7 +109,7 @@ def meta_weights(config: ModelConfig) -> dict[str, Tensor]:
 def export_model(named: Path, out: Path) -> None:
     """Write a checkpoint, or the latest of a run, as the new model folder `out`, in float32.
 
-    Reads one tensor at a time. Raises UsageError, CheckpointError and TokenizerError.
+    Reads one tensor at a time. Raises UsageError and CheckpointError.
     """
     path = newest_checkpoint(named)
     trained = read_trained(path)
@@ -306,7 +306,7 @@ def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
     try:
         encoding = tokenizer.load_encoding(str(folder / "tokenizer.json"))
         vocab = encoding.package.get_vocab()
-    except tokenizer.TokenizerError as error:
+    except UsageError as error:
         print(error)
         return None
     built_in = tokenizer.load_encoding("bytes")
