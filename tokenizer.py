@@ -4,6 +4,7 @@ A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same members.
 """
 
 import functools
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,10 +14,11 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# The first of these that a tokenizer.json has ends a document, unless the tokenizer_config.json
-# beside it, or --end_token, names another token.
+# The first of these that a tokenizer.json has ends a document, unless a file of SETTINGS beside it,
+# or --end_token, names another token.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 CONFIG = "tokenizer_config.json"
+SETTINGS = (CONFIG, "special_tokens_map.json")
 
 
 class TokenizerError(ValueError):
@@ -37,17 +39,20 @@ class JsonEncoding:
         self.package.no_truncation()
         self.package.no_padding()
         self.package.encode_special_tokens = True  # as ordinary text, where a document names them
+        vocab = self.package.get_vocab()
         added = [token.content for token in self.package.get_added_tokens_decoder().values()]
-        ends = [end_of_text] if end_of_text else ENDS_OF_TEXT
-        self.end_of_text = next((name for name in ends if name in added), None)
+        if end_of_text:  # which need not be marked: a vocabulary may have </s> as a word
+            ends, candidates = [end_of_text], vocab
+        else:
+            ends, candidates = ENDS_OF_TEXT, added
+        self.end_of_text = next((name for name in ends if name in candidates), None)
         if self.end_of_text is None:
             raise ValueError(
                 f"it has no token {', '.join(ends)}, which would end a document: name one with "
                 f"--end_token ({', '.join(added[:5])})"
             )
-        self.eot_token = self.package.token_to_id(self.end_of_text)
-        self.n_vocab = 1 + max(self.package.get_vocab().values())
-        self.adds_tokens = self.package.num_special_tokens_to_add(False) > 0  # not here: e.g. <s>
+        self.eot_token = vocab[self.end_of_text]
+        self.n_vocab = 1 + max(vocab.values())
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the tokens of `text`, never the end of a document. Raises TokenizerError."""
@@ -80,7 +85,7 @@ load_json = functools.lru_cache(maxsize=1)(JsonEncoding)
 def load_encoding(name: str, end_of_text: str | None = None) -> Encoding:
     """Return the tokenizer bytes, gpt2, or that of a path: a tokenizer.json or a model's folder.
 
-    `end_of_text` names the token that ends a document, if not tokenizer_config.json does.
+    `end_of_text` names the token that ends a document, if no file of SETTINGS does.
     Raises TokenizerError, and OSError if tiktoken cannot download gpt2.
     """
     if end_of_text and name in ("bytes", "gpt2"):
@@ -93,11 +98,10 @@ def load_encoding(name: str, end_of_text: str | None = None) -> Encoding:
     if name == "gpt2":
         return tiktoken.get_encoding("gpt2")
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-    config = path.with_name(CONFIG)
     try:
-        if not end_of_text and config.exists():
-            token = json.loads(config.read_bytes()).get("eos_token")
-            end_of_text = token["content"] if isinstance(token, dict) else token
+        for file in map(path.with_name, SETTINGS):
+            if not end_of_text and file.exists():
+                end_of_text = named_end(json.loads(file.read_bytes()))
         return load_json(path, path.read_bytes(), end_of_text)
     except ImportError:
         raise
@@ -105,6 +109,24 @@ def load_encoding(name: str, end_of_text: str | None = None) -> Encoding:
         raise TokenizerError(
             f"--tokenizer {name} is not bytes, gpt2 or a tokenizer.json to use: {error}"
         ) from None
+
+
+def end_name(encoding: Encoding) -> str:
+    """Return the name of eot_token, the token that ends a text."""
+    return encoding.end_of_text if isinstance(encoding, JsonEncoding) else END_OF_TEXT
+
+
+def fingerprint(encoding: Encoding | None) -> str | None:
+    """Return what differs for tokenizers with other tokens, whichever of them ends a text."""
+    if isinstance(encoding, JsonEncoding):
+        return hashlib.sha256(encoding.contents).hexdigest()
+    return encoding and encoding.name
+
+
+def named_end(settings: dict) -> str | None:
+    """Return the name of the token that ends a text, from the contents of a file of SETTINGS."""
+    token = settings.get("eos_token")
+    return token["content"] if isinstance(token, dict) else token
 
 
 def token_ids(encoding: Encoding, text: str) -> np.ndarray | list[int]:
