@@ -45,6 +45,7 @@ class Origin:
     step: int = 0  # the steps done before this start
     tokens: int = 0  # of these steps
     model_config: ModelConfig | None = None
+    base: dict[str, bytes] = field(default_factory=dict)  # base.json: what an export restores
     notes: list[str] = field(default_factory=list)  # on newer checkpoints, which are damaged
 
 
@@ -175,6 +176,10 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     if defaults.get("model") not in SIZES:  # but the path of imported weights
         defaults.pop("model", None)
     flags = defaults | flags
+    file = path / "base.json"  # of tools.hf: what a model came with
+    base = {file.name: file.read_bytes()} if file.exists() else {}
+    if not continues and not base:
+        base = {file.name: b'{"max_position_embeddings": %d}' % manifest["model"]["seq_len"]}
     origin = Origin(
         path=path,
         manifest=manifest,
@@ -182,6 +187,7 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
         step=manifest["step"] if continues else 0,
         tokens=manifest["tokens"] if continues else 0,
         model_config=ModelConfig.from_dict(manifest["model"]),
+        base=base,
         notes=notes,
     )
     return Config(**flags), origin
@@ -236,7 +242,7 @@ def find_changes(run: Run, origin: Origin, source: data.TokenFolder) -> list[str
     checksums = {name: file["crc32"] for name, file in saved["files"].items()}
     files = {name: f"{zlib.crc32(text):08x}" for name, text in source.tokenizer_files.items()}
     if saved["tokenizer"] != run.tokenizer or not files.items() <= checksums.items():
-        parts.append(f"the tokenizer {saved['tokenizer']} -> {run.tokenizer}")
+        parts.append(f"the tokenizer {saved['tokenizer']} -> {source.tokenizer}")
     if origin.only_weights:
         flags = {}
     elif saved["data"] != source.fingerprint:

@@ -4,6 +4,7 @@ A tokenizer is a tiktoken.Encoding, or a JsonEncoding with the same members.
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ import tiktoken
 from errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-# The first of these that a tokenizer.json has ends a document, unless the tokenizer_config.json
-# beside it names another token.
+# The first of these that a tokenizer.json has ends a document, unless a file of SETTINGS beside it
+# names another token.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 CONFIG = "tokenizer_config.json"
+SETTINGS = (CONFIG, "special_tokens_map.json")
 
 
 class JsonEncoding:
@@ -31,15 +33,19 @@ class JsonEncoding:
         self.package.no_truncation()
         self.package.no_padding()
         self.package.encode_special_tokens = True  # as ordinary text, where a document names them
+        vocab = self.package.get_vocab()
         added = [token.content for token in self.package.get_added_tokens_decoder().values()]
-        ends = [name for name in ENDS_OF_TEXT if name in added]
-        self.end_of_text = end_of_text or next(iter(ends), None)
-        if self.end_of_text not in added:
+        if end_of_text:  # which need not be marked: a vocabulary may have </s> as a word
+            ends, candidates = [end_of_text], vocab
+        else:
+            ends, candidates = ENDS_OF_TEXT, added
+        self.end_of_text = next((name for name in ends if name in candidates), None)
+        if self.end_of_text is None:
             raise ValueError(
                 f"no token ends a document: name its eos_token in a {CONFIG} beside it"
             )
-        self.eot_token = self.package.token_to_id(self.end_of_text)
-        self.n_vocab = 1 + max(self.package.get_vocab().values())
+        self.eot_token = vocab[self.end_of_text]
+        self.n_vocab = 1 + max(vocab.values())
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the tokens of `text`, never the end of a document. Raises UsageError."""
@@ -87,16 +93,36 @@ def load_encoding(name: str) -> Encoding:
     if name == "gpt2":
         return tiktoken.get_encoding("gpt2")
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-    config = path.with_name(CONFIG)
     try:
-        end = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
-        return load_json(path, path.read_bytes(), end["content"] if isinstance(end, dict) else end)
+        end = None
+        for file in map(path.with_name, SETTINGS):
+            if not end and file.exists():
+                end = named_end(json.loads(file.read_bytes()))
+        return load_json(path, path.read_bytes(), end)
     except ImportError:
         raise
     except Exception as error:  # a damaged file can raise almost any
         raise UsageError(
             f"--tokenizer {name} is not bytes, gpt2 or a tokenizer.json to use: {error}"
         ) from None
+
+
+def end_name(encoding: Encoding) -> str:
+    """Return the name of eot_token, the token that ends a text."""
+    return encoding.end_of_text if isinstance(encoding, JsonEncoding) else END_OF_TEXT
+
+
+def fingerprint(encoding: Encoding | None) -> str | None:
+    """Return what differs for tokenizers with other tokens, whichever of them ends a text."""
+    if isinstance(encoding, JsonEncoding):
+        return hashlib.sha256(encoding.contents).hexdigest()
+    return encoding and encoding.name
+
+
+def named_end(settings: dict) -> str | None:
+    """Return the name of the token that ends a text, from the contents of a file of SETTINGS."""
+    token = settings.get("eos_token")
+    return token["content"] if isinstance(token, dict) else token
 
 
 def decode(name: str | None, tokens: Iterable[int], before: Iterable[int] = ()) -> Iterator[str]:

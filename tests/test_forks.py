@@ -119,6 +119,13 @@ class Fork:
         assert job.wait(300) == 0, job.err
         return out
 
+    def refused(self, *command) -> tuple[int, str]:
+        """Run a command that fails; return its status, and its one line."""
+        command = [sys.executable, *map(str, command)]
+        process = subprocess.run(command, cwd=self.code, capture_output=True, text=True)
+        assert process.stderr.count("\n") == 1, process.stderr
+        return process.returncode, process.stderr
+
     def python(self, *command) -> str:
         """Run a command or a piece of code; return what it prints."""
         command = [sys.executable, *map(str, command)]
@@ -344,29 +351,243 @@ def test_only_answers_have_a_gradient__chat(fork):
         ] * 3
 
 
+MEAN = """
+import json, sys, numpy as np, torch
+from pathlib import Path
+import data, sample
+tokens, run, split, steps = sys.argv[1:]
+path = sample.newest_checkpoint(Path(run))
+model = sample.load_model(path, sample.read_trained(path).config, torch.device("cpu"))
+ids = np.fromfile(f"{tokens}/{split}.bin", "<u2").astype(np.int64)
+mask = np.fromfile(f"{tokens}/{split}.mask", np.bool_)
+T = model.config.seq_len
+windows = range((len(ids) - 1) // T)
+if split == "train":
+    windows = [data.window_of(n, len(windows), 0) for n in range(8)]
+losses = []
+for window in list(windows)[: int(steps)]:
+    text = torch.from_numpy(ids[window * T : window * T + T + 1])
+    counts = torch.from_numpy(mask[window * T + 1 : window * T + T + 1])
+    logits = model(text[None, :-1])[0][counts]
+    losses += torch.nn.functional.cross_entropy(logits, text[1:][counts], reduction="none").tolist()
+print(sum(losses) / len(losses))
+"""
+
+
 @REAL_RUNS
-def test_an_imported_model_learns_to_answer_and_is_exported__chat(fork):
-    pytest.importorskip("transformers")
-    base = fork.train(1, "--max_steps 2 --seq_len 32", "base")
-    fork.python("-m", "tools.hf", "export", base, fork.folder / "hf")
-    imported = fork.folder / "imported"
-    fork.python("-m", "tools.hf", "import", fork.folder / "hf", imported)
-    text = f"--init_from {imported} --max_steps 60 --lr 1e-2"
-    run = fork.train(2, f"{text} --strategy fsdp", "chat")
-    first, *_, last = rows(run)
-    assert last["loss"] / last["answers"] < first["loss"] / first["answers"] / 2
-    fork.python("-m", "tools.hf", "export", run, fork.folder / "answers")
-    said = fork.python(
-        "sample.py",
-        "--run",
-        run,
-        "--prompt",
-        "user: 3 + 4?\nassistant:",
-        "--temperature",
-        "0",
-        "--max_new_tokens",
-        "8",
-        "--device",
-        "cpu",
+def test_a_loss_is_the_mean_over_the_tokens_that_count__chat(fork):
+    """In training, those of all micro-batches and ranks; in an evaluation, of all sequences."""
+    text = "--global_batch_size 8 --micro_batch_size 2 --max_steps 1 --lr 0 --eval_sequences 1000"
+    for ranks in (1, 2):
+        run = fork.train(ranks, text, f"{ranks}-ranks")
+        found = [rows(run, name)[0][name] for name in ("loss", "val_loss")]
+        for value, split, count in zip(found, ("train", "val"), (8, 10**6)):
+            expected = float(fork.python("-c", MEAN, fork.tokens, run, split, count))
+            assert value == pytest.approx(expected, rel=1e-5), split
+    evaluation = ("train.py", "--eval_only", "--device", "cpu", "--dtype", "float32", "--out", run)
+    said = fork.python(*evaluation, "--data", fork.tokens, "--eval_sequences", "1000")
+    assert float(said.split()[-1]) == pytest.approx(found[1], rel=1e-5)
+    assert "%" in fork.python("-m", "tools.replay", run, "1")
+    (fork.tokens / "val.mask").write_bytes(bytes((fork.tokens / "val.mask").stat().st_size))
+    status, line = fork.refused(*evaluation, "--data", fork.tokens)
+    assert status == 2 and "counts" in line
+
+
+def made(role: str, content: object, **fields) -> dict:
+    return {"role": role, "content": content} | fields
+
+
+USER, ANSWER = made("user", "2?"), made("assistant", "4")
+CALL = made("assistant", None, tool_calls=[{"type": "function"}])
+PARTS = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+# messages -> the text of its tokens, where those that count are in brackets, and $ ends a text
+CHATS = [
+    ([USER, ANSWER], "user: 2?\nassistant:[ 4$]"),
+    ([USER, made("assistant", PARTS)], "user: 2?\nassistant:[ 42$]"),
+    ([made("user", PARTS), ANSWER], "user: 42\nassistant:[ 4$]"),
+    ([made("system", "Add."), USER, ANSWER], "system: Add.\nuser: 2?\nassistant:[ 4$]"),
+    ([USER, ANSWER, USER], "user: 2?\nassistant:[ 4$]user: 2?\n$"),
+    ([USER, CALL, ANSWER], "user: 2?\nassistant:[ 4$]"),
+    ([USER, made("assistant", "", tool_calls=[{}]), ANSWER], "user: 2?\nassistant:[ 4$]"),
+    (
+        [USER, ANSWER | {"weight": 0}, USER, ANSWER],
+        "user: 2?\nassistant: 4$user: 2?\nassistant:[ 4$]",
+    ),
+    ([USER, made("assistant", "\ud83d")], "user: 2?\nassistant:[ \ufffd$]"),
+]
+NO_CHATS = [
+    [],
+    7,
+    "text",
+    {"text": "2?"},
+    {"messages": None},
+    {"messages": "2?"},
+    {"messages": {"role": "user", "content": "2?"}},
+    {"messages": []},
+    {"messages": ["2?"]},
+    {"messages": [USER]},
+    {"messages": [USER, CALL]},
+    {"messages": [USER, ANSWER | {"weight": 0}]},
+    {"conversations": [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]},
+    *(
+        {"messages": [USER, message, ANSWER]}
+        for message in [
+            made("model", "4"),
+            made("tool", "4"),
+            made("Assistant", "4"),
+            made(None, "4"),
+            {"content": "4"},
+            {"role": "user"},
+            {"role": "assistant"},
+            made("assistant", None),
+            made("assistant", None, tool_calls=[]),
+            made("user", None, tool_calls=[{}]),
+            made("user", 4),
+            made("user", True),
+            made("user", {"type": "text", "text": "4"}),
+            made("user", []),
+            made("user", ["4"]),
+            made("user", [{"type": "text"}]),
+            made("user", [{"type": "text", "text": None}]),
+            made("user", [{"type": "image_url", "image_url": "x"}, *PARTS]),
+            made("assistant", [{"type": "refusal", "refusal": "No."}]),
+            made("assistant", "4", weight="1"),
+        ]
+    ),
+]
+
+
+PREPARE = """
+import contextlib, io, json, shutil, sys
+from pathlib import Path
+import errors, prepare_chat
+folder = Path(sys.argv[1])
+found = []
+for lines in json.loads((folder / "cases.json").read_text()):
+    (folder / "mine.jsonl").write_text("\\n".join(lines))
+    argv = f"--source {folder}/mine.jsonl --out {folder}/out --val_fraction 0.5".split()
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        status = errors.execute("prepare_chat.py", prepare_chat.run_command, argv)
+    files = {file.name: [*file.read_bytes()] for file in folder.glob("out/train.*")}
+    found.append([status, error.getvalue(), files])
+    shutil.rmtree(folder / "out", ignore_errors=True)
+(folder / "found.json").write_text(json.dumps(found))
+"""
+
+
+def prepare_each(fork: Fork, cases: list[list[dict]]) -> list:
+    """Prepare the rows of each case; return the statuses, lines of errors and files of train."""
+    lines = [[json.dumps(row) if row is not BLANK else "" for row in rows] for rows in cases]
+    (fork.folder / "cases.json").write_text(json.dumps(lines))
+    fork.python("-c", PREPARE, fork.folder)
+    return json.loads((fork.folder / "found.json").read_text())
+
+
+BLANK = object()
+
+
+def test_chats_are_joined_as_their_format_says__chat(fork):
+    # Another field, because the line decides on the split
+    cases = [[{"messages": messages, "n": n} for n in range(12)] for messages, _ in CHATS]
+    for (messages, expected), (status, _, files) in zip(CHATS, prepare_each(fork, cases)):
+        assert status == 0, messages
+        text = [*zip(files["train.bin"][::2], files["train.bin"][1::2])]
+        joined, was_counted = b"", 0
+        for (low, high), counts in zip(text, files["train.mask"]):
+            joined += b"["[: counts > was_counted] + b"]"[: counts < was_counted]
+            joined += b"$" if high else bytes([low])  # 256 ends a text
+            was_counted = counts
+        joined = (joined + b"]"[:was_counted]).decode()
+        chats = joined.count(expected)
+        assert chats and joined == expected * chats, messages
+
+
+def test_a_row_that_is_no_chat_is_refused__chat(fork):
+    right = {"messages": [USER, ANSWER]}
+    cases = [[right, BLANK, row] for row in NO_CHATS]
+    for row, (status, line, files) in zip(NO_CHATS, prepare_each(fork, cases)):
+        assert status == 2 and not files, row
+        assert f"{fork.folder}/mine.jsonl, line 3: " in line and line.count("\n") == 1, row
+
+
+PAGE = re.search(r"^## chat\n\n((?:    .*\n)+)", (ROOT / "docs/forking.md").read_text(), re.M)
+
+
+def save_llama(transformers, tokenizers, kind: str, folder: Path) -> str:
+    """Save a random Llama with a tokenizer of a kind; return the name of its end of a text."""
+    models, pre, trainers = tokenizers.models, tokenizers.pre_tokenizers, tokenizers.trainers
+    text = "".join(f"user: {a} + {b}?\nassistant: {a + b}\n" for a in range(20) for b in range(20))
+    if kind == "byte level":
+        end, special = "<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        made = tokenizers.Tokenizer(models.BPE())
+        made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        options = {"initial_alphabet": pre.ByteLevel.alphabet()}
+    else:
+        end, special = "</s>", ["<unk>", "<s>", "</s>"]
+        made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        made.pre_tokenizer = pre.Metaspace(prepend_scheme="always")
+        made.decoder = tokenizers.decoders.Metaspace()
+        options = {}
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, show_progress=False, **options
     )
-    assert re.search(r"assistant: \d+$", said.strip()), said
+    made.train_from_iterator([text], trainer)
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:3]
+    spec["added_tokens"][2]["special"] = False  # as in some models
+    made = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    names = {"eos_token": end, "bos_token": special[1], "pad_token": special[0]}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=made.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return end
+
+
+@REAL_RUNS
+@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
+def test_the_commands_of_the_page_make_a_model_that_stops__chat(kind, tmp_path, tokens, tokenizers):
+    transformers = pytest.importorskip("transformers")
+    fork = Fork("chat", tmp_path, tokens)
+    shutil.move(tmp_path / "chats.jsonl", fork.code)
+    end = save_llama(transformers, tokenizers, kind, fork.code / "SmolLM2-135M")
+    more = {
+        "train.py": "--lr 1e-2 --max_steps 120 --seq_len 16 --device cpu --dtype float32 "
+        "--global_batch_size 16 --sample_tokens 8 --eval_interval 60",
+        "sample.py": "--temperature 0 --max_new_tokens 8 --device cpu",
+    }
+    said = {}
+    for line in PAGE[1].splitlines():
+        _, name, *_ = line.split()
+        command = f"{line.strip().replace('python', sys.executable, 1)} {more.get(name, '')}"
+        process = subprocess.run(
+            ["bash", "-c", command], cwd=fork.code, capture_output=True, text=True
+        )
+        assert process.returncode == 0, (line, process.stderr)
+        said[name] = process.stdout
+    question, answer = said["sample.py"].strip().splitlines()
+    assert question == "user: 2 + 2?" and re.fullmatch(r"assistant: \d+", answer), said["sample.py"]
+    folder = fork.code / "chat"
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = theirs(f"{question}\nassistant:", return_tensors="pt", add_special_tokens=False)
+    written = model.generate(**ids, max_new_tokens=8, do_sample=False)[0].tolist()
+    assert written[-1] == theirs.convert_tokens_to_ids(end) == model.generation_config.eos_token_id
+    assert theirs.decode(written[:-1]).strip() == f"{question}\n{answer}"
+    # The tokens of the prompt are those of training.
+    stored = (fork.code / "tokens/chats/train.bin").read_bytes()
+    prompt = [token for id in ids["input_ids"][0].tolist() for token in id.to_bytes(2, "little")]
+    assert bytes(prompt[-8:]) in stored
+    assert model.config.max_position_embeddings == 64
+    fork.python("-m", "tools.compare", "runs/chat", "runs/chat")

@@ -5,8 +5,10 @@ python -m tools.hf import DIR OUT
 python -m tools.hf consolidate runs/tiny OUT
 
 An import is a checkpoint for --init_from and sample.py, and so is a consolidated checkpoint, which
-has one file instead of one for each rank. The decoder is Hugging Face's Llama: RoPE pairs the same
-elements, so tensors map one to one. No command executes code from the files that it reads.
+has one file instead of one for each rank. What an import came with, such as a chat template, is in
+its base.json, which training copies and an export restores. The decoder is Hugging Face's Llama:
+RoPE pairs the same elements, so tensors map one to one. No command executes code from the files
+that it reads.
 """
 
 import contextlib
@@ -19,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import tiktoken
 import torch
 from torch import Tensor
 
@@ -28,8 +29,8 @@ import errors
 import tokenizer
 from errors import UsageError
 from model import ModelConfig, RopeScaling, meta_model
-from sample import newest_checkpoint, read_trained
-from start import checkpoints_at
+from sample import Trained, newest_checkpoint, read_trained
+from tokenizer import Encoding
 
 # Module of the decoder -> module of Hugging Face's Llama
 OUTSIDE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -67,6 +68,9 @@ ROPE_FIELDS = {
     "high_freq_factor": "high_freq_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
+# What base.json keeps of a model folder: ids of config.json, and files
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT_FILES = ("generation_config.json", *tokenizer.SETTINGS, "chat_template.jinja")
 # Field of config.json -> values that the decoder can compute. No other field changes the logits of
 # these two model types in transformers.
 COMPUTED = {
@@ -114,48 +118,76 @@ def export_model(named: Path, out: Path) -> None:
     path = newest_checkpoint(named)
     trained = read_trained(path)
     encoding = tokenizer.load_encoding(trained.tokenizer) if trained.tokenizer else None
-    config = dataclasses.replace(trained.config, seq_len=longest_context(path))
-    end = encoding.eot_token if encoding else None  # without null, Llama's ids would apply
-    special_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    # As in sample.py, never draw ids that only pad the head.
-    padding = list(range(trained.vocab_size, config.vocab_size)) or None
+    files = small_files(path, trained, encoding)
+    seq_len = files["config.json"]["max_position_embeddings"]
+    config = dataclasses.replace(trained.config, seq_len=seq_len)
+    files["config.json"] = to_hf(config) | files["config.json"]
     reader = checkpoint.Reader(path)
     weights = meta_weights(config)
     layout = {hf_name(name): weight for name, weight in weights.items()}
     ours = {hf_name(name): f"model.{name}" for name in weights}
     with new_folder(out) as work:
-        write_json(work / "config.json", to_hf(config) | special_ids)
-        write_json(work / "generation_config.json", special_ids | {"suppress_tokens": padding})
-        if encoding:
-            write_tokenizer(encoding, config.seq_len, work)
+        for name, contents in files.items():
+            write_file(work / name, contents)
+        if isinstance(encoding, tokenizer.JsonEncoding):
+            (work / "tokenizer.json").write_bytes(encoding.contents)
+        elif encoding:
+            convert_tokenizer(encoding).save(str(work / "tokenizer.json"))
         checkpoint.write_safetensors(
             work / "model.safetensors", layout, lambda name: read_full(reader, ours[name]).float()
         )
         os.rename(work, out)
-    print(f"{out}: {path} in float32, for transformers")
+    print(f"{out}: {path} in float32, for transformers, with a context of {seq_len:,} tokens")
     if encoding is None:
         print(f"{out} has no tokenizer, because {path} has none")
 
 
-def write_json(file: Path, contents: dict) -> None:
-    file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+def write_file(file: Path, contents: dict | str) -> None:
+    text = contents if isinstance(contents, str) else json.dumps(contents, indent=2) + "\n"
+    file.write_text(text, encoding="utf-8")
 
 
-def longest_context(path: Path) -> int:
-    """Return the longest context of a checkpoint's model, and of those that it was trained from.
+def small_files(path: Path, trained: Trained, encoding: Encoding | None) -> dict[str, dict | str]:
+    """Return the files beside the weights of an export: those of base.json, if they still apply.
 
-    A model that was finetuned on short sequences can still read long ones.
+    Of config.json, it has what does not follow from the model's shape.
     """
-    manifest = checkpoint.read_manifest(path)
-    seq_len = manifest["model"]["seq_len"]
-    named = manifest.get("config", {}).get("init_from")
-    if not named:
-        return seq_len
-    try:
-        return max(seq_len, longest_context(checkpoints_at(Path(named))[-1]))
-    except UsageError:
-        print(f"{named} is gone, so max_position_embeddings is {seq_len}, of this run")
-        return seq_len
+    base = json.loads((path / "base.json").read_bytes()) if (path / "base.json").exists() else {}
+    end = encoding.eot_token if encoding else None  # without null, Llama's ids would apply
+    files = {"config.json": dict.fromkeys(SPECIAL_IDS, end)}
+    if encoding:
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name(encoding))
+        files[tokenizer.CONFIG] = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    if base.get("tokenizer") == tokenizer.fingerprint(encoding):
+        files |= base.get("files", {})
+    elif "files" in base:
+        print("the run's tokenizer is not that of its model, whose other files are left out")
+    # As in sample.py, never draw ids that only pad the head.
+    padding = range(trained.vocab_size, trained.config.vocab_size)
+    generation = files.get("generation_config.json", files["config.json"])
+    suppressed = [*(generation.get("suppress_tokens") or ()), *padding]
+    files["generation_config.json"] = generation | {"suppress_tokens": suppressed or None}
+    if encoding:
+        files = {name: with_end(name, contents, encoding) for name, contents in files.items()}
+    context = max(trained.config.seq_len, base.get("max_position_embeddings", 0))
+    files["config.json"] = files["config.json"] | {"max_position_embeddings": context}
+    return files
+
+
+def with_end(name: str, contents: dict | str, encoding: Encoding) -> dict | str:
+    """Return the contents of a file, with the end of the run's texts among its ends."""
+    changed = contents
+    if name in tokenizer.SETTINGS and tokenizer.named_end(contents) != tokenizer.end_name(encoding):
+        changed = contents | {"eos_token": tokenizer.end_name(encoding)}
+    if name in ("config.json", "generation_config.json"):
+        ids = contents.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        if encoding.eot_token not in ids:
+            others = [token for token in ids if token is not None]
+            changed = contents | {"eos_token_id": [encoding.eot_token, *others]}
+    if changed is not contents:
+        print(f"{name}: the run's texts end in {tokenizer.end_name(encoding)}, which is now an end")
+    return changed
 
 
 def to_hf(config: ModelConfig) -> dict:
@@ -181,25 +213,7 @@ def to_hf(config: ModelConfig) -> dict:
     return hf
 
 
-def write_tokenizer(encoding: tiktoken.Encoding, seq_len: int, folder: Path) -> None:
-    """Write a tokenizer as transformers reads it."""
-    if isinstance(encoding, tokenizer.JsonEncoding):
-        end, contents = encoding.end_of_text, encoding.contents
-    else:
-        end, contents = tokenizer.END_OF_TEXT, convert_tokenizer(encoding).to_str().encode()
-    (folder / "tokenizer.json").write_bytes(contents)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
-        "model_max_length": seq_len,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / "tokenizer_config.json", config)
-
-
-def convert_tokenizer(encoding: tiktoken.Encoding):
+def convert_tokenizer(encoding: Encoding):
     """Return `bytes` or `gpt2` as a tokenizers.Tokenizer, which gives the same ids."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -224,8 +238,11 @@ def import_model(folder: Path, out: Path) -> None:
     """
     config = read_config(folder / "config.json")
     found = open_weights(folder)
-    if "lm_head.weight" in found:  # it may differ from the embedding
-        config = dataclasses.replace(config, tied=False)
+    if config.tied and (head := found.get("lm_head.weight")) is not None:
+        if torch.equal(head, found.get("model.embed_tokens.weight", head).to(head.dtype)):
+            del found["lm_head.weight"]
+        else:
+            config = dataclasses.replace(config, tied=False)
     check_weights(folder, found, config)
     tensors = {f"model.{name}": found[hf_name(name)] for name in meta_weights(config)}
     with new_folder(out) as work:
@@ -237,6 +254,8 @@ def import_model(folder: Path, out: Path) -> None:
             "tokenizer": encoding.name if encoding else None,
             "tokens_in_vocabulary": encoding.n_vocab if encoding else config.vocab_size,
         }
+        base = {"max_position_embeddings": config.seq_len, "files": read_small_files(folder)}
+        write_file(work / "base.json", base | {"tokenizer": tokenizer.fingerprint(encoding)})
         write_checkpoint(work, out, tensors, tensors.get, manifest)
     print(f"{out}: {folder}, {len(tensors)} tensors")
     if encoding is None:
@@ -264,6 +283,24 @@ def read_config(file: Path) -> ModelConfig:
     return ModelConfig(**sizes, rope_theta=values["rope_theta"], rope_scaling=scaling)
 
 
+def read_small_files(folder: Path) -> dict[str, dict | str]:
+    """Return the special ids of config.json, and KEPT_FILES. Raises UsageError."""
+    found = {}
+    for file in [folder / name for name in ("config.json", *KEPT_FILES)]:
+        if file.exists():
+            text = file.read_text(encoding="utf-8")
+            found[file.name] = read_object(file) if file.suffix == ".json" else text
+    config = found["config.json"]
+    return found | {"config.json": {name: config[name] for name in SPECIAL_IDS if name in config}}
+
+
+def read_object(file: Path) -> dict:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
 def open_weights(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a model folder, mapped into memory. Raises UsageError."""
     import safetensors
@@ -271,17 +308,16 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists() and whole.exists():
         raise UsageError(f"{folder} has {index.name} and {whole.name}: remove one of them")
-    files = {whole.name}
     found = {}
     try:
-        if index.exists():
-            files = set(json.loads(index.read_bytes())["weight_map"].values())
-        for name in files:
+        file_of = json.loads(index.read_bytes())["weight_map"] if index.exists() else None
+        for name in sorted({*file_of.values()} if file_of else {whole.name}):
             with safetensors.safe_open(folder / name, "pt") as file:
-                keys = file.keys()
-                found |= {key: file.get_tensor(key) for key in keys}
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UsageError(f"{folder}: {error}") from None
+                for key in file.keys():  # noqa: SIM118, it is no dict
+                    if not file_of or file_of.get(key) == name:
+                        found[key] = file.get_tensor(key)
+    except Exception as error:  # a damaged file can raise almost any
+        raise UsageError(f"{folder}: {error or repr(error)}") from None
     # Old files of Llama have RoPE's frequencies.
     return {name: found[name] for name in found if not name.endswith("rotary_emb.inv_freq")}
 
@@ -298,20 +334,13 @@ def check_weights(folder: Path, found: dict[str, Tensor], config: ModelConfig) -
             raise UsageError(f"{folder}: {name} is {found[name].dtype}, not a float")
 
 
-def import_tokenizer(folder: Path, work: Path) -> tiktoken.Encoding | None:
-    """Copy the tokenizer of a model folder to `work`, if tokenizer.py can read its tokenizer.json.
-
-    The built-in `bytes` needs no copy.
-    """
+def import_tokenizer(folder: Path, work: Path) -> Encoding | None:
+    """Copy the tokenizer of a model folder to `work`, if tokenizer.py can read it."""
     try:
         encoding = tokenizer.load_encoding(str(folder / "tokenizer.json"))
-        vocab = encoding.package.get_vocab()
     except UsageError as error:
         print(error)
         return None
-    built_in = tokenizer.load_encoding("bytes")
-    if vocab == convert_tokenizer(built_in).get_vocab():
-        return built_in
     encoding.save(work)
     return encoding
 
