@@ -197,7 +197,7 @@ LEARNING = {  # losses, what changes in the rows of parameter b, values
 @pytest.mark.parametrize("case", LEARNING)
 def test_each_parameter_must_learn(case):
     losses, change, values = LEARNING[case]
-    parameters = {"a": [LEARNS] * 2, "b": [LEARNS | change] * 2}
+    parameters = {"a": [LEARNS | {"update_norm": 0.0}, LEARNS], "b": [LEARNS | change] * 2}
     numbers = Numbers([*losses, 9.0], [], parameters)  # 9: of the evaluation
     loss, fading = check.learning(numbers, resolve("--lr 1e-3 --weight_decay 0.1"))
     assert [loss.value, fading.value] == values
@@ -254,6 +254,6 @@ def test_losses_differ_by_the_largest_and_gradients_by_the_median_change(tmp_pat
     assert found[name][0] == pytest.approx(change) and found["gradient"][1] == "b"
     assert all(size == 0 for other, (size, _) in found.items() if other != name)
     # The limits are 8 times the largest change of a moved run, and at least LEAST.
-    limits = check.rounding_limits([runs[0], runs[1], runs[0]], torch.float32)
+    limits = check.rounding_limits([runs[0], runs[0], runs[1]], torch.float32)
     least = check.LEAST[torch.float32]
     assert limits == pytest.approx(least | {name: max(least[name], 8 * change)})

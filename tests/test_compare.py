@@ -189,6 +189,12 @@ def test_settings_are_compared_by_a_paired_test_over_seeds(tmp_path, compared):
         assert compared(*runs)[1]["0.02"] == ["2", "3.1000", "0.1414", NONE]
 
 
+def test_several_comparisons_share_the_chance_of_a_false_alarm():
+    first, other = {0: 1.0, 1: 5.0, 2: 9.0}, {2: 11.0, 0: 2.0, 1: 6.5}  # p = 0.035
+    assert "larger than the spread" in compare.verdict(first, other, comparisons=1)
+    assert "not distinguishable" in compare.verdict(first, other, comparisons=2)
+
+
 def test_the_recorded_runs_give_the_table_of_the_document(compared):
     page = (ROOT / "docs/benchmarks.md").read_text()
     runs = []
