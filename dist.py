@@ -176,12 +176,9 @@ def mesh_shape(
     dp_size = max(1, world_size // tp)
     # By default a replica of hsdp is a host, within which links are fast.
     per_replica = dp_shard or max(1, local_size // tp)
-    shape = {
-        "single": (1, 1),
-        "ddp": (dp_size, 1),
-        "fsdp": (1, dp_size),
-        "hsdp": (max(1, dp_size // per_replica), per_replica),
-    }[strategy]
+    hsdp = max(1, dp_size // per_replica), per_replica
+    shapes = {"single": (1, 1), "ddp": (dp_size, 1), "fsdp": (1, dp_size), "hsdp": hsdp}
+    shape = shapes[strategy]
     if dp_shard not in (None, shape[1]):
         raise MeshError(f"--strategy {strategy} takes no --dp_shard")
     size = shape[0] * shape[1] * tp

@@ -311,11 +311,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: remove it or choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
-        folder = Path(work, out.name)
-        folder.mkdir()
-        yield folder
-        os.rename(folder, out)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+            folder = Path(work, out.name)
+            folder.mkdir()
+            yield folder
+            os.rename(folder, out)
+    except OSError as error:  # of a full disk, which names no file
+        raise OSError(error.errno, error.strerror, error.filename or str(out)) from None
 
 
 def split_few_documents(folder: Path, val_fraction: float, itemsize: int) -> None:

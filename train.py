@@ -153,9 +153,8 @@ def train(state: State, run: Run, start: Start) -> int:
         # True if any rank had got a signal one step ago: all ranks stop after this step.
         stopped = stop.poll()
 
-        is_last = state.step == run.max_steps
         evaluates = evaluation_is_due(state.step, run)
-        saves = stopped or is_last or is_due(state.step, run.save_interval)
+        saves = stopped or state.step == run.max_steps or is_due(state.step, run.save_interval)
         log.write_arrived_row()
         if evaluates or saves or state.step == first_step or is_due(state.step, run.log_interval):
             log.row(state.step, state.tokens, lr, columns, state.data_wait)
