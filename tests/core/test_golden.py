@@ -16,7 +16,6 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,28 +43,23 @@ TOLERANCES = dict.fromkeys(NUMBERS, {"loss": 1e-5, "grad_norm": 1e-4})
 TOLERANCES["bfloat16"] = {"loss": 2e-3, "grad_norm": 2e-2}
 
 
-class Row(NamedTuple):
-    ranks: int
-    flags: str  # of the mesh and its policy: they change no number
-    numbers: str = "plain"  # a key of NUMBERS
-
-
 FSDP = "--strategy fsdp --wrap block"
 HSDP = "--strategy hsdp --wrap block --dp_shard 2"
 ACCUMULATE = "--micro_batch_size 1"
-RECOMPUTE = "--activation_checkpointing selective"
+KEEP = "--reshard_after_forward false --activation_checkpointing selective"
+# ranks, flags of the mesh and its policy, which change no number, and a key of NUMBERS
 ROWS = {
-    "single": Row(1, ""),
-    "ddp 4": Row(4, f"--strategy ddp {ACCUMULATE} --grad_sync micro_batch"),
-    "fsdp 2, accumulated": Row(2, f"{FSDP} {ACCUMULATE} --grad_sync batch"),
-    "hsdp 2x2, shard": Row(4, f"{HSDP} {ACCUMULATE} --grad_sync shard"),
-    "hsdp 2x2, not resharded": Row(4, f"{HSDP} {RECOMPUTE} --reshard_after_forward false"),
-    "seed 1": Row(1, "", "another seed"),
-    "bfloat16": Row(1, "", "bfloat16"),
-    "bfloat16, fsdp 2": Row(2, FSDP, "bfloat16"),
-    "uneven, fsdp 3": Row(3, FSDP, "uneven"),
-    "untied, fsdp 2": Row(2, FSDP, "untied"),
-    "adaptive, fsdp 2": Row(2, FSDP, "adaptive"),
+    "single": (1, "", "plain"),
+    "ddp 4": (4, f"--strategy ddp {ACCUMULATE} --grad_sync micro_batch", "plain"),
+    "fsdp 2, accumulated": (2, f"{FSDP} {ACCUMULATE} --grad_sync batch", "plain"),
+    "hsdp 2x2, shard": (4, f"{HSDP} {ACCUMULATE} --grad_sync shard", "plain"),
+    "hsdp 2x2, not resharded": (4, f"{HSDP} {KEEP}", "plain"),
+    "seed 1": (1, "", "another seed"),
+    "bfloat16": (1, "", "bfloat16"),
+    "bfloat16, fsdp 2": (2, FSDP, "bfloat16"),
+    "uneven, fsdp 3": (3, FSDP, "uneven"),
+    "untied, fsdp 2": (2, FSDP, "untied"),
+    "adaptive, fsdp 2": (2, FSDP, "adaptive"),
 }
 SEEDS = (0, 1)
 
@@ -130,9 +124,9 @@ def golden() -> dict:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, golden, name):
-    row = ROWS[name]
-    out = run(pool, tokens, tmp_path / "run", row.ranks, f"{NUMBERS[row.numbers]} {row.flags}")
-    assert_numbers(numbers_of(out), golden["numbers"][row.numbers], TOLERANCES[row.numbers])
+    ranks, flags, numbers = ROWS[name]
+    out = run(pool, tokens, tmp_path / "run", ranks, f"{NUMBERS[numbers]} {flags}")
+    assert_numbers(numbers_of(out), golden["numbers"][numbers], TOLERANCES[numbers])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,7 +2,7 @@
 
 `train` below is the reference: a plain decoder, torch.optim.AdamW with two groups,
 torch.nn.utils.clip_grad_norm_, the schedules written down once more, and for a step the mean over
-micro-batches of their mean losses. It reads the bytes of a token folder and the initial weights in
+micro-batches of their mean losses. It reads the bytes of a token folder, starts from the weights of
 a checkpoint, and uses nothing of this project. So a fault that all meshes share, which comparisons
 of one mesh with another cannot see, is seen here.
 """
