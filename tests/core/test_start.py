@@ -159,14 +159,18 @@ class Judge:
 
     def start(self, flags: str, seen: str, out: Path | None = None) -> dict[str, str]:
         """Make one start and compare what it prints; return all that the line expects."""
-        seen = seen.format(**self.place._asdict())
-        expected = dict(f"{part.strip()} ".split(" ", 1) for part in seen.split(";"))
+        names = self.place._asdict()
+        expected = {}
+        for part in seen.format(**names).split(";"):
+            word, _, value = part.strip().partition(" ")
+            expected[word] = value
         status = int(expected.get("status", 0))
         how, dashes, given = flags.partition("--")
         typed = "--device cpu" if "bare" in how else f"{TYPED} --data {{tokens}}"
         text = f"{typed} --out {out or self.place.root / 'run'} {dashes}{given}"
-        ranks = int((re.search(r"x(\d)", how) or [0, 1])[1])
-        argvs = [text.format(**self.place._asdict(), rank=rank).split() for rank in range(ranks)]
+        found = re.search(r"x(\d)", how)
+        ranks = int(found[1]) if found else 1
+        argvs = [text.format(**names, rank=rank).split() for rank in range(ranks)]
         answers = self.pool(ranks, run_rank, argvs)
         _, printed, _ = answers[0]
         for found, _, error in answers:
@@ -193,7 +197,7 @@ class Judge:
             assert [*column(out, "lr").values()][-1] == pytest.approx(float(expected["lr"]))
         if "like" in expected:
             for name in ("loss", "val_loss", "lr"):
-                of_new_run = column(self.new_run(expected["like"].strip()), name)
+                of_new_run = column(self.new_run(expected["like"]), name)
                 found = column(out, name)
                 assert found == pytest.approx({step: of_new_run[step] for step in found}, rel=1e-5)
 
@@ -321,10 +325,10 @@ copy:tokens:data cut:data/train.bin:17 edit:data/meta.json:{"train_tokens":17} |
     --data {root}/data | steps 1 2
 a training token exchanged
 copy:tokens:data | --data {root}/data | steps 1 2
-end:data/train.bin:0 | --data {root}/data --max_steps 3 | status 2; says data
+end:data/train.bin:0 | --data {root}/data --max_steps 3 | status 2; says {root}/data -> {root}/data
 a validation token exchanged
 copy:tokens:data | --data {root}/data | steps 1 2
-end:data/val.bin:0 | --data {root}/data --max_steps 3 | status 2; says data
+end:data/val.bin:0 | --data {root}/data --max_steps 3 | status 2; says {root}/data -> {root}/data
 # Starts that only look
 finished
 copy:trained:run | | says step 2, max_steps is 2
