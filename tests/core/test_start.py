@@ -283,7 +283,7 @@ copy:trained:run | --global_batch_size 16 --max_steps 3 --allow_changes | steps 
 | bare --max_steps 4 | steps 1 2 3 4; tokens 128 256 512 768
 # Flags that may change
 strategy and micro-batches
-copy:trained:run | x2 --strategy ddp --micro_batch_size 2 --max_steps 3 |\
+copy:trained:run | x2 bare --micro_batch_size 2 --max_steps 3 |\
     steps 1 2 3; like; says strategy single -> ddp, micro_batch_size 8 -> 2
 intervals
 copy:trained:run | --log_interval 4 --eval_interval 5 --save_interval 0 --max_steps 8 |\
