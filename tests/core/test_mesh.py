@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import checkpoint
 from model import Transformer
 
-from .conftest import SMALL, Run, copy_run, full_tensors, run_command
+from .conftest import SMALL, Job, Run, copy_run, full_tensors, run_command
 
 STEPS, STOP = 6, 3  # a run's last step, and the step of its first checkpoint
 SEQUENCES, LENGTH = 16, 16  # of a global batch
@@ -55,43 +55,25 @@ TOLERANCES["bfloat16"] = {"logs": 1e-2, "weights": 1e-1, "statistics": 2e-1}
 
 class Row(NamedTuple):
     ranks: int
+    micro_batches: int  # of a rank, in a step
+    numbers: str  # a key of NUMBERS
     flags: str  # of the mesh and its policy: they change no number
-    micro_batches: int = 1  # of a rank, in a step
-    numbers: str = "plain"  # a key of NUMBERS
 
 
 FSDP = "--strategy fsdp --wrap block"
 HSDP = "--strategy hsdp --wrap block --dp_shard 2"
-NO_RESHARD = "--reshard_after_forward false"
-RECOMPUTE = "--activation_checkpointing"
 ROWS = {
-    "one": Row(1, f"{RECOMPUTE} selective", 4),
-    "ddp2": Row(2, "--strategy ddp"),
-    "ddp2-batch": Row(2, "--strategy ddp --grad_sync batch", 2),
-    "ddp4-micro_batch": Row(4, "--strategy ddp --grad_sync micro_batch", 4),
-    "ddp2-bfloat16": Row(2, "--strategy ddp", 2, "bfloat16"),
-    "fsdp2": Row(2, FSDP),
-    "fsdp2-none": Row(2, f"--strategy fsdp --wrap none {RECOMPUTE} full", 4),
-    "fsdp4-micro_batch": Row(
-        4, f"{FSDP} {NO_RESHARD} {RECOMPUTE} selective --grad_sync micro_batch", 2
-    ),
-    "hsdp4-shard": Row(4, f"{HSDP} --grad_sync shard", 2),
-    "fsdp2-shard": Row(2, f"{FSDP} --grad_sync shard", 2),
-    "hsdp4-micro_batch": Row(4, f"{HSDP} --grad_sync micro_batch", 2),
-    "hsdp4-bfloat16": Row(4, HSDP, 1, "bfloat16"),
-    "fsdp2-adaptive": Row(2, "--strategy fsdp --wrap block_group:2", 1, "adaptive"),
-    "fsdp2-untied": Row(2, FSDP, 2, "untied"),
+    "ddp2-batch": Row(2, 2, "plain", "--strategy ddp --grad_sync batch"),
+    "ddp4-micro_batch": Row(4, 4, "plain", "--strategy ddp --grad_sync micro_batch"),
+    "fsdp2-none": Row(2, 4, "plain", f"{FSDP} --wrap none --activation_checkpointing full"),
+    "hsdp4-shard": Row(4, 2, "plain", f"{HSDP} --grad_sync shard"),
+    "hsdp4-bfloat16": Row(4, 2, "bfloat16", f"{HSDP} --grad_sync micro_batch"),
+    "fsdp2-adaptive": Row(2, 1, "adaptive", f"{FSDP} --wrap block_group:2"),
+    "fsdp2-untied": Row(2, 2, "untied", FSDP),
 }
-SINGLE = {numbers: Row(1, "", 1, numbers) for numbers in NUMBERS}  # to compare with
-
-MORE_MESHES = pytest.mark.slow(proves="further meshes and policies")
-QUICK = ("ddp2-batch", "fsdp2-none", "fsdp2-untied", "hsdp4-shard")
+SINGLE = {numbers: Row(1, 1, numbers, "") for numbers in NUMBERS}  # to compare with
 
 each_row = pytest.mark.parametrize("name", ROWS)
-each_quick_row = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[MORE_MESHES] * (name not in QUICK)) for name in ROWS]
-)
-each_numbers = pytest.mark.parametrize("numbers", NUMBERS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,12 +126,9 @@ def assert_rows(run: Run, expected: Run, relative: float) -> None:
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     for key in ("step", "tokens", "lr", "clipped", "skipped_steps"):
         assert [row[key] for row in rows] == [row[key] for row in others], key
-    for key in ("loss", "grad_norm"):
-        values = [row[key] for row in others]
-        assert [row[key] for row in rows] == pytest.approx(values, rel=relative), key
-    evaluated, other = run.rows("val_loss")[-1], expected.rows("val_loss")[-1]
-    assert evaluated["step"] == STEPS
-    assert evaluated["val_loss"] == pytest.approx(other["val_loss"], rel=relative)
+    for key in ("loss", "grad_norm", "val_loss"):
+        values = [row[key] for row in expected.rows(key)]
+        assert [row[key] for row in run.rows(key)] == pytest.approx(values, rel=relative), key
 
 
 def assert_weights(run: Run, expected: Run, relative: float) -> None:
@@ -161,61 +140,35 @@ def assert_weights(run: Run, expected: Run, relative: float) -> None:
         assert difference <= relative * others[name].norm(), name
 
 
-@each_numbers
-def test_one_rank_learns_and_clips_in_some_steps(trained, numbers):
-    """Otherwise wrong gradients, or none, would go unnoticed below."""
-    rows = trained(numbers).rows()
-    assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
-    assert {row["clipped"] for row in rows} == {0, 1}
-    assert [row["tokens"] for row in rows] == [row["step"] * SEQUENCES * LENGTH for row in rows]
-
-
-@pytest.mark.slow(proves="statistics and weights, beside the recorded losses")
-@each_row
-def test_a_mesh_logs_the_numbers_of_one_rank(trained, name):
-    row = ROWS[name]
-    assert_rows(trained(name), trained(row.numbers), TOLERANCES[row.numbers]["logs"])
-
-
-@pytest.mark.slow(proves="weights, beside the recorded losses")
-@each_row
-def test_a_mesh_saves_the_weights_of_one_rank(trained, name):
-    row = ROWS[name]
-    assert trained(name).steps() == [STOP, STEPS]
-    relative = TOLERANCES[row.numbers]["weights"]
-    assert_weights(trained(name), trained(row.numbers), relative)
+NORMS = {
+    "weight_norm": "model",
+    "exp_avg_norm": "optimizer.exp_avg",
+    "exp_avg_sq_norm": "optimizer.exp_avg_sq",
+}
 
 
 @each_row
-def test_a_mesh_has_the_statistics_of_one_rank(trained, name):
-    row = ROWS[name]
-    relative = TOLERANCES[row.numbers]["statistics"]
-    rows, others = trained(name).statistics(), trained(row.numbers).statistics()
-    assert len(rows) == STEPS * (TENSORS + (row.numbers == "untied"))
-    for found, expected in zip(rows, others, strict=True):
-        place, other = ((each.pop("step"), each.pop("parameter")) for each in (found, expected))
-        assert place == other
-        assert found == pytest.approx(expected, rel=relative), place
+def test_a_mesh_has_the_numbers_of_one_rank(trained, name):
+    """In its log, its checkpoints and its statistics, which describe the checkpoint."""
+    run, single = trained(name), trained(ROWS[name].numbers)
+    relative = TOLERANCES[ROWS[name].numbers]
+    assert_rows(run, single, relative["logs"])
+    assert {row["clipped"] for row in run.rows()} == {0, 1}
+    assert run.steps() == [STOP, STEPS]
+    assert_weights(run, single, relative["weights"])
+    rows, others = run.statistics(), single.statistics()
+    assert len(rows) == STEPS * (TENSORS + (ROWS[name].numbers == "untied"))
+    for row, other in zip(rows, others, strict=True):
+        place = row.pop("step"), row.pop("parameter")
+        assert place == (other.pop("step"), other.pop("parameter"))
+        assert row == pytest.approx(other, rel=relative["statistics"]), place
 
-
-@each_numbers
-def test_norms_of_parameters_make_up_the_norm_of_the_gradient(trained, numbers):
-    run = trained(numbers)
-    for row in run.rows():
-        norms = [each["grad_norm"] for each in run.statistics() if each["step"] == row["step"]]
-        assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-5)
-
-
-@each_row
-def test_statistics_describe_the_tensors_of_the_checkpoint(trained, name):
-    run = trained(name)
+    last = [row for row in run.statistics() if row["step"] == STEPS]
+    grad_norm = run.rows()[-1]["grad_norm"]
+    assert math.hypot(*[row["grad_norm"] for row in last]) == pytest.approx(grad_norm, rel=1e-5)
     tensors = run.weights()
-    for row in [row for row in run.statistics() if row["step"] == STEPS]:
-        for column, kind in [
-            ("weight_norm", "model"),
-            ("exp_avg_norm", "optimizer.exp_avg"),
-            ("exp_avg_sq_norm", "optimizer.exp_avg_sq"),
-        ]:
+    for row in last:
+        for column, kind in NORMS.items():
             norm = tensors[f"{kind}.{row['parameter']}"].norm().item()
             assert row[column] == pytest.approx(norm, rel=1e-5)
         assert row["update_ratio"] == pytest.approx(row["update_norm"] / row["weight_norm"])
@@ -285,31 +238,12 @@ NORM = (1, 4 * TENSORS)  # the squared norm of each parameter's gradient
 # --wrap block the units are the blocks and the rest of the model, the root. The last block and the
 # root are not resharded.
 SENT = {
-    "one": {},
-    "ddp2": {("allreduce", 2): (1, 4 * P)},
     "ddp2-batch": {("allreduce", 2): (1, 4 * P)},
     "ddp4-micro_batch": {("allreduce", 4): (4, 4 * 4 * P)},
-    "ddp2-bfloat16": {("allreduce", 2): (1, 4 * P)},
-    "fsdp2": {
-        ("allgather", 2): (4, 4 * (P + BLOCK)),
-        ("reducescatter", 2): (3, 4 * P),
-        ("allreduce", 2): NORM,
-    },
     "fsdp2-none": {
         ("allgather", 2): (4, 4 * 4 * P),
         ("reducescatter", 2): (1, 4 * P),
         ("allreduce", 2): NORM,
-    },
-    # Without replicas, shard is micro_batch.
-    "fsdp2-shard": {
-        ("allgather", 2): (2 * 4, 2 * 4 * (P + BLOCK)),
-        ("reducescatter", 2): (2 * 3, 2 * 4 * P),
-        ("allreduce", 2): NORM,
-    },
-    "fsdp4-micro_batch": {
-        ("allgather", 4): (2 * 3, 2 * 4 * P),
-        ("reducescatter", 4): (2 * 3, 2 * 4 * P),
-        ("allreduce", 4): NORM,
     },
     # Each rank averages its half of the gradients with the other replica.
     "hsdp4-shard": {
@@ -318,16 +252,10 @@ SENT = {
         ("allreduce", 2): (3, 4 * P // 2),
         ("allreduce", 4): NORM,
     },
-    "hsdp4-micro_batch": {
-        ("allgather", 2): (2 * 4, 2 * 4 * (P + BLOCK)),
+    "hsdp4-bfloat16": {
+        ("allgather", 2): (2 * 4, 2 * 2 * (P + BLOCK)),
         ("reducescatter", 2): (2 * 3, 2 * 4 * P),
         ("allreduce", 2): (2 * 3, 2 * 4 * P // 2),
-        ("allreduce", 4): NORM,
-    },
-    "hsdp4-bfloat16": {
-        ("allgather", 2): (4, 2 * (P + BLOCK)),
-        ("reducescatter", 2): (3, 4 * P),
-        ("allreduce", 2): (3, 4 * P // 2),
         ("allreduce", 4): NORM,
     },
     "fsdp2-adaptive": {
@@ -345,7 +273,7 @@ SENT = {
 }
 
 
-@each_quick_row
+@each_row
 def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
     """From the first forward pass of step 2 to that of step 3. DDP has a pass before step 1."""
     row = ROWS[name]
@@ -366,18 +294,13 @@ def test_a_step_sends_what_its_formula_says(start, tmp_path, name):
 # Continuing
 
 
-def rewind(run: Run, to: Path) -> None:
-    """Copy a run as it was when its first checkpoint was saved."""
-    copy_run(run.out, to)
-    shutil.rmtree(checkpoint.step_path(to, STEPS))
-    for path in (to / "metrics.jsonl", to / "optim.jsonl"):
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= STOP))
-
-
 def go_on(start, run: Run, row: Row, out: Path) -> Run:
     """Continue a copy of a run, from its first checkpoint, with the command of a row."""
-    rewind(run, out)
+    copy_run(run.out, out)
+    shutil.rmtree(checkpoint.step_path(out, STEPS))
+    for path in (out / "metrics.jsonl", out / "optim.jsonl"):  # as they were at that checkpoint
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= STOP))
     before = (out / "metrics.jsonl").read_text()
     answers = start(row.ranks, f"{command_of(row)} {FILES}", out)
     succeed(answers)
@@ -386,40 +309,48 @@ def go_on(start, run: Run, row: Row, out: Path) -> Run:
     return Run(out, 0, answers[0][1], "")
 
 
-@each_quick_row
+@each_row
 def test_a_continued_run_ends_with_identical_bits(start, trained, tmp_path, name):
     run = trained(name)
     continued = go_on(start, run, ROWS[name], tmp_path / "run")
     assert_rows(continued, run, 0)
     assert continued.statistics() == run.statistics()
-    assert continued.steps() == run.steps()
     found, expected = (full_tensors(checkpoint.step_path(x.out, STEPS)) for x in (continued, run))
     assert any(tensor.startswith("optimizer.") for tensor in expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 MOVES = [
-    ("one", "fsdp4-micro_batch"),
-    ("ddp2", "hsdp4-shard"),
-    ("fsdp4-micro_batch", "ddp4-micro_batch"),
     ("hsdp4-shard", "fsdp2-none"),
-    ("fsdp2-none", "one"),
-    ("hsdp4-bfloat16", "ddp2-bfloat16"),
+    ("fsdp2-none", "ddp2-batch"),
     ("fsdp2-adaptive", "adaptive"),
     ("untied", "fsdp2-untied"),
 ]
 
 
-@pytest.mark.parametrize(
-    "name, other",
-    [pytest.param(*pair, marks=[MORE_MESHES] * (pair not in MOVES[2:4])) for pair in MOVES],
-)
-def test_a_run_continues_on_another_mesh_with_the_same_numbers(
-    start, trained, tmp_path, name, other
-):
-    run = trained(name)
-    row = (ROWS | SINGLE)[other]
+@pytest.mark.parametrize("name, other", MOVES)
+def test_a_run_continues_on_another_mesh(start, trained, tmp_path, name, other):
+    run, row = trained(name), (ROWS | SINGLE)[other]
     continued = go_on(start, run, row, tmp_path / "run")
     assert_rows(continued, run, TOLERANCES[row.numbers]["logs"])
     assert_weights(continued, run, TOLERANCES[row.numbers]["weights"])
     assert continued.steps() == [STOP, STEPS]
+
+
+# --------------------------------------------------------------------------------------------------
+# The command that people come for
+
+
+@pytest.mark.slow(proves="the first command, with its default sizes, on eight ranks")
+def test_eight_ranks_of_fsdp_train_with_the_defaults(tokens, tmp_path):
+    """torchrun --standalone --nproc_per_node 8 train.py --strategy fsdp"""
+    flags = f"--strategy fsdp --data {tokens} --out {tmp_path}/run --max_steps 30 --sample_tokens 0"
+    job = Job(8, f"{flags} --warmup_steps 5".split(), tmp_path)
+    try:
+        assert job.wait(300) == 0, job.printed()
+    finally:
+        job.end()
+    losses = {row["step"]: row["loss"] for row in job.rows()}
+    assert [*losses] == [1, 10, 20, 30]
+    assert losses[30] < losses[1] - 1
+    assert len([*(tmp_path / "run/checkpoints/step-00000030").glob("rank-*.safetensors")]) == 8

@@ -27,7 +27,7 @@ NEW = "numbers golden flags rare"
 # shall not take three hours.
 TESTS = {
     "train.py": "start step tests/extras/test_golden.py",
-    "model.py": "step model tests/test_model.py tests/extras/test_golden.py",
+    "model.py": "step tests/test_model.py tests/extras/test_golden.py",
     "optim.py": "step tests/extras/test_golden.py tests/extras/test_muon.py",
     "data.py": "step data",
     "dist.py": "mesh kill tests/extras/test_golden.py",
