@@ -8,9 +8,7 @@ place of torchrun's where torchrun adds nothing to what a row is about.
 
 import os
 import re
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -30,8 +28,6 @@ RUN = (
     f"--strategy fsdp --max_steps {STEPS} --save_interval {SAVE_INTERVAL} --keep_every 1 "
     "--global_batch_size 16 --micro_batch_size 1"
 )
-LONG_EVALUATIONS = f"{RUN} --eval_interval 1 --eval_sequences 100"  # longer than a step
-SAVE_EVERY_STEP = f"{RUN} --save_interval 1"
 TORCHRUN_FAILED = 1
 
 
@@ -104,58 +100,45 @@ def assert_continued(before: list[dict], out: Path, from_step: int) -> None:
 # --------------------------------------------------------------------------------------------------
 # Signals
 
-
-def after_a_step(run) -> bool:
-    """Whether there was a save, and a stop within two steps comes before the next one."""
-    return len(run.rows()) > SAVE_INTERVAL
-
-
-def in_an_evaluation(run) -> bool:
-    """Whether the row of a step is there, but not yet the row of its evaluation."""
-    return len(run.rows()) > len(run.rows("val_loss")) >= SAVE_INTERVAL
-
-
-# The signal that one rank gets, who started the ranks, the flags, when, and the exit status
-STOPS = {
-    "SIGTERM to torchrun's rank": (signal.SIGTERM, "torchrun", RUN, after_a_step, TORCHRUN_FAILED),
-    "SIGINT": (signal.SIGINT, "pool", RUN, after_a_step, os.EX_TEMPFAIL),
-    "SIGUSR1": (signal.SIGUSR1, "pool", RUN, after_a_step, os.EX_TEMPFAIL),
-    "SIGHUP": (signal.SIGHUP, "pool", RUN, after_a_step, os.EX_TEMPFAIL),
-    "SIGTERM in an evaluation": (
-        signal.SIGTERM,
-        "pool",
-        LONG_EVALUATIONS,
-        in_an_evaluation,
-        os.EX_TEMPFAIL,
-    ),
-}
-
-
-MORE_SIGNALS = pytest.mark.slow(proves="torchrun, and further signals")
-QUICK = ("SIGINT", "SIGTERM in an evaluation")
+# Who gets the signal: rank 1, or torchrun and all its ranks as from Ctrl-C in a terminal. The
+# evaluations of the second row are longer than a step.
+QUICK = """
+SIGINT  | rank 1   |
+SIGTERM | rank 1   | --eval_interval 1 --eval_sequences 100
+"""
+SLOW = """
+SIGUSR1 | rank 1   |
+SIGHUP  | rank 1   |
+SIGTERM | torchrun |
+SIGINT  | torchrun |
+"""
+MORE = pytest.mark.slow(proves="torchrun with its whole process group, and further signals")
 
 
 @pytest.mark.parametrize(
-    "number, launcher, flags, when, status",
-    [
-        pytest.param(*row, id=name, marks=[MORE_SIGNALS] * (name not in QUICK))
-        for name, row in STOPS.items()
-    ],
+    "row",
+    QUICK.strip().splitlines()
+    + [pytest.param(row, marks=MORE) for row in SLOW.strip().splitlines()],
 )
-def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(
-    start, whole, pool, tokens, number, launcher, flags, when, status
-):
-    run = start(launcher, flags)
-    run.until(lambda: when(run))
-    os.kill(run.ranks()[1], number)
+def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(start, whole, pool, tokens, row):
+    name, receiver, flags = (cell.strip() for cell in row.split("|"))
+    number, flags = getattr(signal, name), f"{RUN} {flags}"
+    run = start("torchrun" if receiver == "torchrun" else "pool", flags)
+    if "--eval" in flags:  # the row of a step is there, but not yet the row of its evaluation
+        run.until(lambda: len(run.rows()) > len(run.rows("val_loss")) >= SAVE_INTERVAL)
+    else:
+        run.until(lambda: len(run.rows()) > SAVE_INTERVAL)
+    if receiver == "torchrun":
+        os.killpg(run.process.pid, number)
+    else:
+        os.kill(run.ranks()[1], number)
     seen = run.rows()[-1]["step"]  # the rank is in step seen + 1, or in a later one
-    assert run.wait() == status
+    assert run.wait() == (TORCHRUN_FAILED if receiver == "torchrun" else os.EX_TEMPFAIL)
 
     stopped = saved_steps(run.out)[-1]
     before = run.rows()
     assert stopped == before[-1]["step"] < STEPS
-    if when is after_a_step:
-        assert stopped <= seen + 1 + 2
+    assert stopped <= seen + 1 + 2
     assert f"stopped after step {stopped}; the same command continues" in run.printed()
 
     finish(pool, tokens, run.out, flags)
@@ -180,11 +163,23 @@ def test_a_stop_in_the_last_evaluation_saves_and_the_next_start_evaluates(
     assert [row["step"] for row in again.rows("val_loss")] == [STEPS]
     assert_same(run.out, whole)
     log = (run.out / "metrics.jsonl").read_text()
-    assert (
-        f"is finished at step {STEPS}, and --max_steps is {STEPS}:"
-        in finish(pool, tokens, run.out, flags).printed
-    )
-    assert (run.out / "metrics.jsonl").read_text() == log
+    finish(pool, tokens, run.out, flags)
+    assert (run.out / "metrics.jsonl").read_text() == log  # it was finished
+
+
+# --------------------------------------------------------------------------------------------------
+# Kills
+
+
+def signal_all(run: PoolJob, number: int) -> None:
+    for rank in run.ranks():
+        os.kill(rank, number)
+
+
+def kill_all(run: PoolJob) -> None:
+    signal_all(run, signal.SIGKILL)
+    assert run.wait() == KILLED
+    assert run.rows("end") == []
 
 
 def test_a_kill_in_an_evaluation_loses_neither_the_save_nor_the_evaluation(
@@ -194,38 +189,16 @@ def test_a_kill_in_an_evaluation_loses_neither_the_save_nor_the_evaluation(
     flags = f"{RUN} --eval_interval {SAVE_INTERVAL} --eval_sequences 400"
     run = start("pool", flags)
     run.until(lambda: saved_steps(run.out) == [SAVE_INTERVAL])
-    for rank in run.ranks():
-        os.kill(rank, signal.SIGKILL)
-    assert run.wait() == KILLED
+    kill_all(run)
     assert run.rows("val_loss") == []
     again = finish(pool, tokens, run.out, flags)
     assert [row["step"] for row in again.rows("val_loss")] == [5, 10, STEPS]
     assert_same(run.out, whole)
 
 
-@pytest.mark.slow(proves="torchrun's ranks are still starting")
-def test_a_signal_before_the_first_step_ends_the_job_and_harms_nothing(start, whole, pool, tokens):
-    job = start("torchrun")
-    job.until(lambda: job.out.exists() and len(job.ranks()) == 2)
-    os.kill(job.ranks()[1], signal.SIGTERM)
-    assert job.wait() == TORCHRUN_FAILED
-    assert len(job.rows()) <= 2
-    finish(pool, tokens, job.out)
-    assert_same(job.out, whole)
-
-
-# --------------------------------------------------------------------------------------------------
-# Kills
-
-
-def kill_between_saves(run) -> None:
-    run.until(lambda: len(run.rows()) >= SAVE_INTERVAL + 2)
-    for rank in run.ranks():
-        os.kill(rank, signal.SIGKILL)
-
-
-def kill_in_a_save(run) -> None:
-    """Kill all ranks while a checkpoint is incomplete."""
+def test_a_run_killed_in_a_save_continues_from_the_one_before(start, whole, pool, tokens):
+    """The next start saves more rarely, so the step whose save was interrupted has no other."""
+    run = start("pool", f"{RUN} --save_interval 1")
 
     def stop_in_a_save() -> bool:
         # A checkpoint is complete from the moment at which it has its name.
@@ -233,48 +206,17 @@ def kill_in_a_save(run) -> None:
         assert not any(checkpoint.verify(path) for path in newest)
         if len(run.rows()) < SAVE_INTERVAL + 2 or not incomplete(run.out):
             return False
-        for rank in run.ranks():
-            os.kill(rank, signal.SIGSTOP)
+        signal_all(run, signal.SIGSTOP)
         if incomplete(run.out):
             return True
-        for rank in run.ranks():
-            os.kill(rank, signal.SIGCONT)
+        signal_all(run, signal.SIGCONT)
         return False
 
     run.until(stop_in_a_save)
-    for rank in run.ranks():
-        os.kill(rank, signal.SIGKILL)
-
-
-# How ranks are killed, who started them, the exit status, the flags, and those of the next start.
-# With rarer saves, the step whose save was interrupted is not saved again.
-KILLS = {
-    "torchrun's ranks between saves": (kill_between_saves, "torchrun", TORCHRUN_FAILED, RUN, RUN),
-    "all ranks in a save": (kill_in_a_save, "pool", KILLED, SAVE_EVERY_STEP, SAVE_EVERY_STEP),
-    "all ranks in a save, then rarer saves": (kill_in_a_save, "pool", KILLED, SAVE_EVERY_STEP, RUN),
-}
-
-
-UNDER_TORCHRUN = pytest.mark.slow(proves="kills of torchrun's ranks; STOPS has a signal to one")
-ROWS = [
-    pytest.param(*row, id=name, marks=[UNDER_TORCHRUN] * ("torchrun" in name))
-    for name, row in KILLS.items()
-]
-
-
-@pytest.mark.parametrize("kill, launcher, status, flags, again", ROWS)
-def test_a_killed_run_continues_from_its_last_checkpoint(
-    start, whole, pool, tokens, kill, launcher, status, flags, again
-):
-    run = start(launcher, flags)
-    kill(run)
-    assert run.wait() == status
+    kill_all(run)
     saved, before = saved_steps(run.out)[-1], run.rows()
-    assert run.rows("end") == []
     assert 0 < saved < STEPS
-    if kill is kill_between_saves:
-        assert saved == SAVE_INTERVAL < before[-1]["step"]
-    finish(pool, tokens, run.out, again)
+    finish(pool, tokens, run.out)
     assert_continued(before, run.out, saved)
     assert_same(run.out, whole)
 
@@ -287,61 +229,6 @@ def test_torchrun_starts_ranks_again_of_which_one_was_killed(job, whole):
     assert run.wait(120) == 0, run.printed()
     assert f"continuing from {checkpoint.step_path(run.out, SAVE_INTERVAL)}" in run.printed()
     assert_same(run.out, whole)
-
-
-FILE_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-
-def save_and_die(out: Path, operations: int) -> bool:
-    """Save step 2 in a child process that is killed before file operation number `operations`.
-
-    Returns whether the save ended before that.
-    """
-    if child := os.fork():
-        _, status = os.waitpid(child, 0)
-        assert status in (0, signal.SIGKILL)
-        return status == 0
-    left = iter(range(operations))
-
-    def count(event: str, arguments: tuple) -> None:
-        if event in FILE_OPERATIONS and next(left, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)  # called before each such operation
-    try:
-        save_one(out, step=2)
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def save_one(out: Path, step: int) -> None:
-    state = {"model": {"a": torch.full((3,), float(step)), "b": torch.zeros(2, 2)}}
-    checkpoint.save_state(checkpoint.step_path(out, step), state, {"step": step})
-
-
-def steps_after_kills(out: Path) -> list[list[int]]:
-    """Kill a save before each of its file operations; return the saved steps after each."""
-    save_one(out, step=1)
-    found = []
-    ended = False
-    while not ended:
-        shutil.rmtree(checkpoint.step_path(out, 2), ignore_errors=True)
-        ended = save_and_die(out, len(found))
-        found.append(saved_steps(out))
-    return found
-
-
-def test_a_save_killed_before_any_file_operation_leaves_only_valid_checkpoints(pool, tmp_path):
-    (found,) = pool(1, steps_after_kills, tmp_path)
-    assert len(found) > 5
-    assert found[0] == [1] and found[-1] == [1, 2]
-    assert found == sorted(found)
-    assert incomplete(tmp_path) == []
-
-
-# --------------------------------------------------------------------------------------------------
-# A rank that hangs
 
 
 @pytest.mark.slow(proves="the time-out of a collective, and torchrun's wait")
