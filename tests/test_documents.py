@@ -45,10 +45,12 @@ def inline_code(path: Path) -> set[str]:
 
 @functools.cache
 def own_code(path: Path) -> str:
-    """The code that a document shows, and the patches that it names."""
+    """The code that a document shows, and what the patches that it names add."""
     text = path.read_text()
-    shown = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    return "\n".join(shown + [patch for name, patch in PATCHES.items() if name in text])
+    lines = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    for name, patch in PATCHES.items():
+        lines += re.findall(r"^\+.*", patch, re.M) if name in text else []
+    return "\n".join(lines)
 
 
 @documents
