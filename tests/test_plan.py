@@ -189,7 +189,7 @@ def test_the_fastest_run_that_fits_is_chosen(pool, given, strategies):
 
 
 REFUSED = """
---world_size 12 --nproc_per_node 8
+--world_size 12 --nproc_per_node 8 --global_batch_size 12
 --world_size 0
 --choose --world_size 2 --device_type cpu
 --choose --world_size 2 --dtype float32 --model gpt2-124m

@@ -19,7 +19,7 @@ from tools.rehearse import Recorder, Rehearsal, at_peak, rehearse
 UNTIED = "--model tinyllama-1.1b"
 CASES = [
     f"ddp --dtype float32 --global_batch_size 8 {UNTIED}",
-    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard --optimizer muon",
+    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 16 --grad_sync shard --optimizer muon",
     "fsdp --tp 2 --n_layer 1 --dtype float32 --global_batch_size 4 --optimizer muon "
     f"--grad_sync micro_batch --reshard_after_forward false {UNTIED}",
 ]
@@ -89,6 +89,11 @@ def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
         assert operations(rehearsed) == operations(real)
         update = [row for row in real.operations if row.phase == "optimizer" and row.flops]
         assert bool(update) == ("muon" in strategy)
+
+
+def test_the_peak_has_all_that_was_allocated_until_then():
+    changes = [("1", "other", 5), ("1", "logits", 3), ("2", "other", -5), ("2", "gathered", 5)]
+    assert at_peak(changes) == dict.fromkeys(rehearsing.KINDS, 0) | {"other": 5, "logits": 3}
 
 
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
