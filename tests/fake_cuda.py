@@ -11,7 +11,6 @@ torch: check it at each release.
 import contextlib
 import functools
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -27,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from extras import profile as profiling
-from extras.profile import asks_for_values
+from extras.profile import asks_for_values, caller
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-ROOT = SOURCE.parent.parent
 GPUS = 4
 aten = torch.ops.aten
 c10d_ops = torch.ops.c10d
@@ -53,22 +51,6 @@ def compile_library(folder: Path) -> Path:
 class Properties:
     name = "NVIDIA H100 80GB HBM3"
     total_memory = 80 << 30
-
-
-class Cudart:
-    """The functions of the CUDA runtime that pin memory."""
-
-    registered: dict[int, int] = {}  # address -> bytes
-
-    @classmethod
-    def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:
-        cls.registered[address] = size
-        return 0
-
-    @classmethod
-    def cudaHostUnregister(cls, address: int) -> int:
-        del cls.registered[address]
-        return 0
 
 
 class Generator(torch.Generator):
@@ -105,7 +87,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa
 
 STAND_INS = {  # for the functions of torch.cuda
     "_lazy_init": lambda: None,
-    "cudart": lambda: Cudart,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "device_count": lambda: GPUS,
@@ -131,6 +112,7 @@ STAND_INS = {  # for the functions of torch.cuda
 @functools.cache
 def install() -> None:
     for name, stand_in in STAND_INS.items():
+        assert hasattr(torch.cuda, name), f"torch has renamed {name}, so train.py would not find it"
         setattr(torch.cuda, name, stand_in)
     torch.cuda.nccl.version = lambda: (2, 29, 3)
     torch.Generator = Generator
@@ -161,15 +143,14 @@ class Gpu(TorchDispatchMode):
     """Runs the operations of a rank and records what would matter on a GPU.
 
     crossings     transfers between host and device, and operations that ask for values:
-                  {(part of the run, "file.py function", what): times}
+                  {("file.py function", what): times}
     refusals      operands that a GPU kernel or NCCL would have refused
     """
 
     def __init__(self, fakes: Fakes):
         super().__init__()
         self.fakes = fakes
-        self.part = "start"  # of the run
-        self.crossings: Counter[tuple[str, str, str]] = Counter()
+        self.crossings: Counter[tuple[str, str]] = Counter()
         self.refusals: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -240,18 +221,15 @@ class Gpu(TorchDispatchMode):
         """Record what FusedAdamWKernel.cu refuses (check_fast_path_restrictions) or misreads."""
         device, dtype = params[0].device, params[0].dtype
         for tensors in zip(params, grads, averages, squares):
-            for tensor in tensors:
-                layout = (tensor.shape, tensor.stride())
-                is_like = layout == (tensors[0].shape, tensors[0].stride())
-                is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-                if (tensor.device, tensor.dtype) != (device, dtype) or not (is_like and is_dense):
-                    self.refusals.append(f"AdamW: {tensor.dtype}, {tensor.device}, {layout}")
-        scalars = [*steps, lr, options.get("grad_scale"), options.get("found_inf")]
-        for scalar in scalars:
-            if isinstance(scalar, Tensor) and (
-                (scalar.device, scalar.dtype, scalar.numel()) != (device, torch.float32, 1)
-            ):
-                self.refusals.append(f"AdamW: a number in {scalar.dtype} on {scalar.device}")
+            layouts = {(each.device, each.dtype, each.shape, each.stride()) for each in tensors}
+            is_dense = aten.is_non_overlapping_and_dense(tensors[0])
+            if len(layouts) > 1 or tensors[0].dtype != dtype or not is_dense:
+                self.refusals.append(f"AdamW: {layouts}")
+        for scalar in (*steps, lr, options.get("grad_scale"), options.get("found_inf")):
+            if isinstance(scalar, Tensor):
+                found = scalar.device, scalar.dtype, scalar.numel()
+                if found != (device, torch.float32, 1):
+                    self.refusals.append(f"AdamW: a number in {found}")
 
     def cross_by_copy(self, target: str, pinned: bool, non_blocking: bool = False) -> None:
         memory = "pinned" if pinned else "pageable"
@@ -260,20 +238,11 @@ class Gpu(TorchDispatchMode):
         self.cross(f"to {target}, {memory}{wait}{stream}")
 
     def cross(self, what: str) -> None:
-        """Count it for our innermost function. The backward pass runs in a thread without one."""
-        frame = sys._getframe()
-        while frame:
-            path = Path(frame.f_code.co_filename)
-            is_ours = path.parent in (ROOT, ROOT / "extras")
-            if is_ours and frame.f_code.co_name != "__torch_dispatch__":  # the mode of --profile
-                break
-            frame = frame.f_back
-        place = f"{path.name} {frame.f_code.co_name}" if frame else "backward"
-        self.crossings[self.part, place, what] += 1
+        """Count it for the innermost function outside torch."""
+        place = caller(__file__)
+        self.crossings[f"{Path(place.filename).name} {place.function}", what] += 1
 
 
 def is_pinned(tensor: Tensor) -> bool:
     with unset_fake_temporarily():
-        blocks = Cudart.registered.items()
-        is_registered = any(0 <= tensor.data_ptr() - begin < size for begin, size in blocks)
-        return tensor.is_pinned() or is_registered
+        return tensor.is_pinned()

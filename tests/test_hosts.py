@@ -2,18 +2,12 @@
 
 import os
 import signal
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from conftest import TRAIN, Job, flags, free_port, rows
 
 from log import read_rows
-
-
-def starts_of(out: Path) -> list[dict]:
-    """The rows of all starts of a run."""
-    return [row for row in read_rows(out / "metrics.jsonl") if row.get("event") == "start"]
 
 
 @pytest.mark.slow(proves="torchrun's agents, one of which is killed")
@@ -33,13 +27,15 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
         with mock.patch.dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
             return Job(command, tmp_path / f"host {number}")
 
+    def starts() -> list[dict]:
+        return [row for row in read_rows(out / "metrics.jsonl") if row.get("event") == "start"]
+
     def has_trained(ranks: int, steps: int) -> bool:
         """Whether the last start is on `ranks` ranks and has trained for `steps` steps."""
-        starts = starts_of(out)
-        if not starts or starts[-1]["ranks"] != ranks:
+        if not starts() or starts()[-1]["ranks"] != ranks:
             return False
-        trained = rows(out)  # none at the beginning of the first start
-        return bool(trained) and trained[-1]["step"] >= starts[-1]["step"] + steps
+        steps_done = [row["step"] for row in rows(out)]  # none when the first start begins
+        return bool(steps_done) and steps_done[-1] >= starts()[-1]["step"] + steps
 
     meeting_place = host(0)
     lost = host(1)
@@ -53,7 +49,7 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     meeting_place.wait(60)
     new.wait(60)
 
-    first, second, third = starts_of(out)[-3:]
+    first, second, third = starts()[-3:]
     assert [start["ranks"] for start in (first, second, third)] == [4, 2, 4]
     # A lost host costs the steps since the latest checkpoint; a host that joins costs none.
     assert second["step"] % 20 == 0

@@ -24,26 +24,11 @@ CLUSTER = Cluster("round", DEVICE, world_size=8, local_size=4, host_bandwidth=10
 GB = 10**9
 
 
-def step_of(row: Communication, n: int, mesh: tuple, grad_sync: str = "batch") -> plan.Seconds:
-    """The predicted step of n micro-batches that compute 2 s forward and 4 s backward each."""
-    run = resolve(f"{TINY} --dtype bfloat16", size=1)
-    replicate, shard, tp = mesh
-    values = dict(dp_replicate=replicate, dp_shard=shard, tp=tp, grad_sync=grad_sync)
-    run = dataclasses.replace(run, grad_accum_steps=n, **values)
-    operations = [
-        Operation("forward", "mm", (), flops=n * 2e12),
-        Operation("backward", "mm", (), flops=n * 4e12),
-        Operation("optimizer", "_fused_adamw_", (), bytes=10**11),  # 0.1 s
-    ]
-    found = Rehearsal(run, 1, 1, {}, {}, [row], operations, flops=0.0, recomputed_flops=0.0)
-    return plan.predict(found, CLUSTER)
-
-
 # --------------------------------------------------------------------------------------------------
 # Seconds
 
-# axis | mesh | ranks of its group, hosts that they are on
-GROUPS = [
+
+GROUPS = [  # axis, mesh, (ranks, hosts)
     ("tp", (2, 2, 2), (2, 1)),
     ("dp_shard", (2, 2, 2), (2, 1)),
     ("dp_replicate", (2, 2, 2), (2, 2)),
@@ -52,10 +37,10 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("axis, mesh, group", GROUPS)
-def test_the_order_of_the_mesh_decides_which_groups_span_hosts(axis, mesh, group):
-    run = dataclasses.replace(resolve(TINY), **dict(zip(dist.AXES, mesh)))
-    assert plan.group_of(axis, run, local_size=4) == group
+def test_the_order_of_the_mesh_decides_which_groups_span_hosts():
+    for axis, mesh, group in GROUPS:
+        run = dataclasses.replace(resolve(TINY), **dict(zip(dist.AXES, mesh)))
+        assert plan.group_of(axis, run, local_size=4) == group
 
 
 # collective | count | bytes | ranks, hosts | hops within a host and between hosts, starts | seconds
@@ -74,56 +59,45 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("kind, count, size, ranks, hosts, latency, seconds", COLLECTIVES)
-def test_a_collective_takes_its_bytes_and_its_hops(
-    kind, count, size, ranks, hosts, latency, seconds
-):
-    row = Communication("dp_shard", kind, "forward", count, size)
-    inner, between, starts = latency
+@pytest.mark.parametrize("row", COLLECTIVES)
+def test_a_collective_takes_its_bytes_and_its_hops(row):
+    kind, count, size, ranks, hosts, (inner, between, starts), seconds = row
     waits = inner * plan.HOP + between * plan.HOP_BETWEEN_HOSTS + starts * plan.START
-    found = plan.collective_seconds(row, ranks, hosts, CLUSTER)
+    sent = Communication("dp_shard", kind, "forward", count, size)
+    found = plan.collective_seconds(sent, ranks, hosts, CLUSTER)
     assert found == pytest.approx(seconds + waits, rel=1e-6)
 
 
-def sends(seconds: float, kind: str, phase: str, count: int, axis: str = "dp_shard"):
-    """Collectives of 8 ranks on two hosts that take `seconds` in all, all_reduces twice that."""
-    return Communication(axis, kind, phase, count, round(seconds * 10e9 * 8 / 7))
+# A forward computes for 2 s in each micro-batch, a backward for 4 s, and the update for 0.1 s.
+# axis, collective, phase | count | GB of all | micro-batches | mesh | --grad_sync | exposed seconds
+EXPOSED = """
+dp_shard all_gather     forward   |   10 |  11.43 | 1 | 1 8 1 | batch       | 0.1    # hides 9 of 10
+dp_shard all_gather     forward   | 1000 | 133.33 | 4 | 2 4 1 | batch       | 0.4    # SLOWED
+dp_shard reduce_scatter backward  |    4 | 182.86 | 4 | 1 8 1 | batch       | 13     # 3 of 4
+dp_shard reduce_scatter backward  |   16 | 182.86 | 4 | 1 8 1 | micro_batch | 4      # hides 3 of 4
+dp_shard reduce_scatter backward  |   16 | 182.86 | 4 | 1 8 1 | shard       | 4
+dp_shard all_reduce     backward  |    4 |  91.43 | 4 | 1 8 1 | shard       | 13
+tp       all_reduce     forward   |   10 |   1    | 1 | 1 2 4 | batch       | 0.015  # a layer waits
+dp_shard all_reduce     optimizer |    1 |  11.43 | 1 | 1 8 1 | batch       | 2
+"""
 
 
-FSDP, HSDP, TP = (1, 8, 1), (2, 4, 1), (1, 2, 4)
-WITHIN = Communication("dp_shard", "all_gather", "forward", 1000, round(100e9 * 4 / 3))  # 1 s
-# What is sent | micro-batches | mesh | --grad_sync | exposed seconds
-EXPOSED = {
-    "a forward hides 9 of 10 gathers": (
-        (sends(1.0, "all_gather", "forward", 10), 1, FSDP, "batch"),
-        0.1,
-    ),
-    "hidden gathers slow compute": ((WITHIN, 4, HSDP, "batch"), plan.SLOWED),
-    "the last backward hides 15 of 16 reductions": (
-        (sends(16.0, "reduce_scatter", "backward", 16), 4, FSDP, "batch"),
-        16 - 4 * 15 / 16,
-    ),
-    "each backward hides 3 of 4 reductions": (
-        (sends(16.0, "reduce_scatter", "backward", 16), 4, FSDP, "micro_batch"),
-        4 * (4 - 4 * 3 / 4),
-    ),
-    "a layer waits for tp": (
-        (Communication("tp", "all_reduce", "forward", 10, GB), 1, TP, "batch"),
-        2 * 3 / 4 / 100,
-    ),
-    "the update waits for the norm": (
-        (sends(1.0, "all_reduce", "optimizer", 1), 1, FSDP, "batch"),
-        2.0,
-    ),
-}
-
-
-@pytest.mark.parametrize("arguments, exposed", EXPOSED.values(), ids=EXPOSED)
-def test_compute_hides_the_communication_that_overlaps_it(arguments, exposed):
-    _, n, *_ = arguments
-    found = step_of(*arguments)
-    assert found.exposed == pytest.approx(exposed, abs=0.015)  # latencies
-    assert (found.compute, found.update) == pytest.approx((6 * n, 0.1))
+@pytest.mark.parametrize("row", EXPOSED.strip().splitlines())
+def test_compute_hides_the_communication_that_overlaps_it(row):
+    what, count, size, n, mesh, grad_sync, exposed = row.partition("#")[0].split("|")
+    sent = Communication(*what.split(), int(count), round(float(size) * GB))
+    values = dict(zip(dist.AXES, map(int, mesh.split())), grad_sync=grad_sync.strip())
+    run = resolve(f"{TINY} --dtype bfloat16", size=1)
+    run = dataclasses.replace(run, grad_accum_steps=int(n), **values)
+    operations = [
+        Operation("forward", "mm", (), flops=int(n) * 2e12),
+        Operation("backward", "mm", (), flops=int(n) * 4e12),
+        Operation("optimizer", "_fused_adamw_", (), bytes=10**11),
+    ]
+    rehearsal = Rehearsal(run, 1, 1, {}, {}, [sent], operations, flops=0.0, recomputed_flops=0.0)
+    found = plan.predict(rehearsal, CLUSTER)
+    assert found.exposed == pytest.approx(float(exposed), abs=0.015)  # latencies
+    assert (found.compute, found.update) == pytest.approx((6 * int(n), 0.1))
     assert found.step == found.compute + found.exposed + found.update
 
 
@@ -140,11 +114,6 @@ def test_an_operation_computes_and_moves_bytes():
 
 # --------------------------------------------------------------------------------------------------
 # The command
-
-
-def command(flags: str) -> tuple[int, str, str]:
-    """Status, lines and error of the command."""
-    return listen(flags.split(), plan.main)
 
 
 def planned(flags: str) -> tuple[plan.Plan, list[dict]]:
@@ -193,15 +162,14 @@ def chosen(flags: str, memory: int | None) -> tuple[list[str], tuple]:
     return lines, tuple(getattr(run, name) for name in plan.CHOSEN)
 
 
-# Given flags: the strategies that are tried
-GIVEN = {
-    "--activation_checkpointing none": {"ddp", "hsdp", "fsdp"},
-    "--strategy fsdp --grad_sync batch": {"fsdp"},
-}
-
-
-@pytest.mark.parametrize("given", GIVEN)
-def test_the_fastest_run_that_fits_is_chosen(pool, given):
+@pytest.mark.parametrize(
+    "given, strategies",
+    [
+        ("--activation_checkpointing none", {"ddp", "hsdp", "fsdp"}),
+        ("--strategy fsdp --grad_sync batch", {"fsdp"}),
+    ],
+)
+def test_the_fastest_run_that_fits_is_chosen(pool, given, strategies):
     ((small, _),) = pool(1, planned, f"{SEVERAL} --strategy fsdp --micro_batch_size 1")
     memory = math.ceil(1.001 * small.found.peak / plan.USABLE)
     ((lines, choice),) = pool(1, chosen, f"{SEVERAL} {given}", memory)
@@ -217,69 +185,54 @@ def test_the_fastest_run_that_fits_is_chosen(pool, given):
     assert fitting[choice] <= 1.04 * min(fitting.values())
     alike = [took for kind, took in fitting.items() if kind[0] == choice[0]]
     assert fitting[choice] == min(alike)
-    assert {strategy for strategy, *_ in rows} == GIVEN[given]
+    assert {strategy for strategy, *_ in rows} == strategies
 
 
-# Flags | what the line on stderr says
-REFUSED = {
-    "--world_size 12 --nproc_per_node 8": "12",
-    "--world_size 0": "0",
-    "--choose --world_size 2 --device_type cpu": "cpu|GPU",
-    "--choose --world_size 2 --dtype float32 --model gpt2-124m": "bfloat16",
-    "--choose --world_size 1 --model llama3-70b --n_layer 4": "fits",
-    "--world_size 4 --strategy hsdp --dp_shard 3": "dp_shard 3",
-    "": "world_size",
-}
+REFUSED = """
+--world_size 12 --nproc_per_node 8 --global_batch_size 12
+--world_size 0
+--choose --world_size 2 --device_type cpu
+--choose --world_size 2 --dtype float32 --model gpt2-124m
+--choose --world_size 1 --model llama3-70b --n_layer 4
+--world_size 4 --strategy hsdp --dp_shard 3
+--world_sizes 4
+"""
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_planned_is_one_line(pool, flags):
-    ((status, _, error),) = pool(1, command, flags)
-    assert status == 2
-    assert re.search(REFUSED[flags], error) and error.count("\n") <= 1
+def test_what_cannot_be_planned_is_one_line(pool):
+    for text in REFUSED.strip().splitlines():
+        ((status, _, error),) = pool(1, listen, text.split(), plan.main)
+        assert (status, error.count("\n")) == (2, 1), text
 
 
 def test_the_vocabulary_is_read_from_the_data(tokens, tmp_path):
-    def vocab_size(text: str) -> int:
-        flags, *_ = plan.parse(f"--world_size 8 {text}".split())
-        return plan.find_source(flags, SIZES["gpt2-124m"]).vocab_size
-
-    assert vocab_size(f"--data {tokens}") == 257
-    assert vocab_size("") == vocab_size(f"--data {tmp_path}/none") == 50257
+    for data, size in ((f"--data {tokens}", 257), (f"--data {tmp_path}/none", 50257), ("", 50257)):
+        flags, *_ = plan.parse(f"--world_size 8 {data}".split())
+        assert plan.find_source(flags, SIZES["gpt2-124m"]).vocab_size == size
 
 
-BANDWIDTHS = {
-    "--world_size 8 --nproc_per_node 4 --host_bandwidth 10": 10e9,
-    "--world_size 8 --nproc_per_node 4": 0.8 * 4 * 50e9,
-}
-
-
-@pytest.mark.parametrize("flags", BANDWIDTHS)
-def test_the_cluster_has_the_bandwidth_of_the_flag(flags):
-    _, cluster, _ = plan.parse(flags.split())
-    assert (cluster.hosts, cluster.host_bandwidth) == (2, BANDWIDTHS[flags])
+def test_the_cluster_has_the_bandwidth_of_the_flag():
+    for flag, bandwidth in (("--host_bandwidth 10", 10e9), ("", 0.8 * 4 * 50e9)):
+        _, cluster, _ = plan.parse(f"--world_size 8 --nproc_per_node 4 {flag}".split())
+        assert (cluster.hosts, cluster.host_bandwidth) == (2, bandwidth)
 
 
 # --------------------------------------------------------------------------------------------------
 # The pages
 
 
-def peaks_of_configurations() -> list[tuple[str, str]]:
-    """(peak shown, peak planned) for each row of the reference's table of configurations."""
-    reference = (ROOT / "docs/reference.md").read_text()
-    row = r"^\| `([\w-]+\.json)`.*?\| (\d+) \|.*\| ([\d.]+) GB \|$"
-    found = []
-    for name, ranks, shown in re.findall(row, reference, re.M):
-        one, _ = planned(f"--config {ROOT}/configs/{name} --world_size {ranks}")
-        found.append((shown, plan.gigabytes(one.found.peak)))
-    return found
+def planned_peaks(rows: list[tuple[str, str, str]]) -> list[str]:
+    """The peak of each row (configuration, ranks, peak shown)."""
+    texts = [f"--config {ROOT}/configs/{name} --world_size {ranks}" for name, ranks, _ in rows]
+    return [plan.gigabytes(planned(text)[0].found.peak) for text in texts]
 
 
 @pytest.mark.slow(proves="plans of large models in the reference")
 def test_the_reference_shows_the_planned_peaks(pool):
-    (found,) = pool(1, peaks_of_configurations, timeout=200)
-    assert len(found) == 3
-    assert [shown for shown, _ in found] == [peak for _, peak in found]
+    row = r"^\| `([\w-]+\.json)`.*?\| (\d+) \|.*\| ([\d.]+) GB \|$"
+    rows = re.findall(row, (ROOT / "docs/reference.md").read_text(), re.M)
+    assert len(rows) == 3
+    assert pool(1, planned_peaks, rows, timeout=200) == [[shown for *_, shown in rows]]
 
 
 PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
@@ -287,11 +240,8 @@ PUBLISHED = json.loads((ROOT / "docs/published.json").read_text())
 
 def predict_published() -> list[float]:
     """Predicted / published speed - 1 of each row."""
-    found = []
-    for row in PUBLISHED:
-        one, _ = planned(row["flags"])
-        found.append(one.tokens_per_second / row["tokens_per_second_per_device"] - 1)
-    return found
+    found = [planned(row["flags"])[0].tokens_per_second for row in PUBLISHED]
+    return [speed / row["tokens_per_second_per_device"] - 1 for speed, row in zip(found, PUBLISHED)]
 
 
 @pytest.mark.slow(proves="the table of published runs")

@@ -19,7 +19,7 @@ from tools.rehearse import Recorder, Rehearsal, at_peak, rehearse
 UNTIED = "--model tinyllama-1.1b"
 CASES = [
     f"ddp --dtype float32 --global_batch_size 8 {UNTIED}",
-    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 12 --grad_sync shard --optimizer muon",
+    "hsdp --dp_shard 2 --dtype bfloat16 --global_batch_size 16 --grad_sync shard --optimizer muon",
     "fsdp --tp 2 --n_layer 1 --dtype float32 --global_batch_size 4 --optimizer muon "
     f"--grad_sync micro_batch --reshard_after_forward false {UNTIED}",
 ]
@@ -70,7 +70,7 @@ def both(argv: list[str]) -> tuple[Namespace, Rehearsal | None]:
 
 
 def operations(found: Namespace | Rehearsal) -> list[str]:
-    """All operations but copies, of which gloo makes more when it scatters shards."""
+    """All but copies, of which gloo makes more when it scatters shards."""
     return sorted(repr(row) for row in found.operations if row.name != "copy_")
 
 
@@ -91,6 +91,11 @@ def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
         assert bool(update) == ("muon" in strategy)
 
 
+def test_the_peak_has_all_that_was_allocated_until_then():
+    changes = [("1", "other", 5), ("1", "logits", 3), ("2", "other", -5), ("2", "gathered", 5)]
+    assert at_peak(changes) == dict.fromkeys(rehearsing.KINDS, 0) | {"other": 5, "logits": 3}
+
+
 def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     found = []
     source = dataclasses.replace(SOURCE, vocab_size=50257)
@@ -101,20 +106,19 @@ def rehearse_on_gpus(texts: list[str]) -> list[Rehearsal]:
     return found
 
 
+GPUS = """
+fsdp --n_layer 1 --global_batch_size 4096
+hsdp --n_layer 1 --global_batch_size 4096 --dp_shard 64 --tp 4 --activation_checkpointing full
+fsdp --n_layer 1 --global_batch_size 4096 --compile
+hsdp --n_layer 2 --global_batch_size 1024 --dp_shard 8 --tp 4 --activation_checkpointing selective
+hsdp --n_layer 3 --global_batch_size 1024 --dp_shard 8 --tp 4 --activation_checkpointing selective
+"""
+
+
 @pytest.fixture(scope="module")
 def on_512_gpus(pool) -> list[Rehearsal]:
-    """One block: plain, full checkpointing, compiled. Then selective, with two and three blocks."""
-    base = "--model gpt2-124m --n_layer 1 --global_batch_size 4096 --micro_batch_size 4"
-    base += " --dtype bfloat16"
-    texts = [
-        f"{base} --strategy fsdp",
-        f"{base} --strategy hsdp --dp_shard 64 --tp 4 --activation_checkpointing full",
-        f"{base} --strategy fsdp --compile",
-    ]
-    selective = "--model gpt2-124m --global_batch_size 1024 --micro_batch_size 4 --dtype bfloat16"
-    selective += " --strategy hsdp --dp_shard 8 --tp 4 --activation_checkpointing selective"
-    texts += [f"{selective} --n_layer {n}" for n in (2, 3)]
-    (found,) = pool(1, rehearse_on_gpus, texts)
+    base = "--model gpt2-124m --micro_batch_size 4 --dtype bfloat16 --strategy"
+    (found,) = pool(1, rehearse_on_gpus, [f"{base} {row}" for row in GPUS.strip().splitlines()])
     return found
 
 
@@ -162,14 +166,13 @@ def test_selective_checkpointing_keeps_what_only_this_rank_has(on_512_gpus):
     assert kept == 4 * 1024 * (2 * elements + 4 * 12) / 4
 
 
-# Two and three units of each case are rehearsed, with the remainder of a block_group.
 LAYERS = "--micro_batch_size 1 --dtype bfloat16 --n_head 8 --n_kv_head 8 --d_model 32 --d_ff 64"
-LAYERS += " --seq_len 32 --wrap block --strategy"
-EXTENDED = [
-    "fsdp --wrap block_group:2 --n_layer 13 --global_batch_size 8 --reshard_after_forward false",
-    "hsdp --dp_shard 2 --tp 2 --activation_checkpointing selective --grad_sync shard "
-    f"--clip adaptive --n_layer 6 --global_batch_size 8 {UNTIED}",
-]
+LAYERS += f" --seq_len 32 --wrap block --global_batch_size 8 {UNTIED} --strategy"
+# Two and three units of each case are rehearsed, with the remainder of a block_group.
+EXTENDED = """
+fsdp --wrap block_group:2 --n_layer 13 --reshard_after_forward false
+hsdp --dp_shard 2 --tp 2 --n_layer 6 --grad_sync shard --activation_checkpointing selective
+"""
 
 
 def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
@@ -181,7 +184,7 @@ def rehearse_by_layers(text: str) -> tuple[Rehearsal, Rehearsal]:
 
 
 @pytest.mark.slow(proves="all layers, rehearsed one by one")
-@pytest.mark.parametrize("text", EXTENDED)
+@pytest.mark.parametrize("text", EXTENDED.strip().splitlines())
 def test_extending_a_few_layers_equals_rehearsing_all(pool, text):
     ((found, whole),) = pool(1, rehearse_by_layers, text)
     assert found == whole

@@ -14,7 +14,7 @@ REAL_RANKS = pytest.mark.slow(proves="each stage and mistake of a student, on re
 
 
 @REAL_RANKS
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_each_stage_equals_one_rank(ranks, tmp_path):
     job = torchrun(ranks, [], tmp_path, script=zero.__file__, cwd=ROOT)
     assert job.wait(100) == 0, job.out
@@ -36,35 +36,28 @@ def test_adamw_by_hand_matches_torch():
         torch.testing.assert_close(ours, expected.detach())
 
 
-MEAN = "state.gradients /= n"
-UPDATE = "adamw(state.weights, state.gradients, state.moments, state.step)"
-GATHER = "state.weights[i] = group.all_gather(own_weights[i]).view(D, D)"
-ALL = "every = [group.all_gather(s) for s in state.weights]; "
-WRONG = [  # a function, its code, what a student writes instead, words of the error
-    ("reduce_scatter", "parts[rank]\n", "parts[rank - 1]\n", "ring: reduce_scatter gives rank"),
-    ("ddp_each", MEAN, "pass", "ddp_each: step 1: .* rank . are 3.00 times one rank's: a sum"),
-    ("ddp_each", MEAN, f"{MEAN} * n", "step 1: .* rank . are 0.33 times .*: divided by n twice"),
-    ("ddp_each", "in state.gradients:", "in state.gradients[1:]:", "gradients .* in layer 0"),
-    ("ddp_each", "x.chunk(n)[rank]", "x.chunk(n)[0]", "step 1: the gradients of rank . differ"),
-    ("zero1", "x.chunk(n)[rank], y.chunk(n)[rank]", "x, y", "trains on 240 rows, its part has 80"),
-    ("zero2", "state.gradients[i] =", "_ =", "step 1: the gradients of rank . are still 0"),
-    ("ddp_bucket", "group", f"{UPDATE}; group", "the ranks' weights differ after step 1"),
-    ("ddp_bucket", "state.moments", "state.moments * 0", "after step 2 the weights of rank"),
-    ("ddp_overlapped", "handle.wait()", "pass", "4 all_reduces were not waited for"),
-    ("zero1", "rank]\n    for i in", "rank - 1]\n    for i in", "after step 1 the weights of rank"),
-    ("zero1", GATHER, "pass", "the ranks' weights differ after step 1"),
-    ("zero1", "adamw", f"for i in range(LAYERS): {GATHER}\n    return adamw", "weights differ"),
-    ("zero2", "in grad", "in list(gradients(state.weights, x, y)): #", "gradients of 4 layers"),
-    ("zero3", "outs, y", f"{ALL}outs, y", "the full weights of 6 layers exist at one time"),
-    ("zero3", "if i < LAYERS - 1", "if True", "691,200 bytes handed .* formula says 633,600"),
-    ("zero3", "d = 2", "return missing", r"zero3: line \d+: NameError: name 'missing'"),
-]
+# A function | its code | what a student writes instead | the error
+WRONG = r"""
+reduce_scatter | parts[rank] | parts[rank - 1] | ring: reduce_sc
+ddp_each | state.gradients /= n | pass | 3.00 times .* sum
+ddp_each | in state.gradients: | in state.gradients[1:]: | differ .* layer 0
+ddp_bucket | state.moments | state.moments * 0 | after step 2 the
+ddp_overlapped | handle.wait() | pass | 4 .* waited for
+zero1 | state.weights[i] = | _ = | weights differ
+zero1 | x.chunk(n)[rank], y.chunk(n)[rank] | x, y | on 240 rows
+zero2 | state.gradients[i] = | _ = | are still 0
+zero2 | in grad | in list(gradients(state.weights, x, y)): # | of 4 layers
+zero3 | if i < LAYERS - 1 | if True | says 633,600
+zero3 | d = 2 | return missing | NameError: name
+"""
 
 
 @REAL_RANKS
-@pytest.mark.parametrize("function, code, wrong, words", WRONG)
-def test_a_wrong_implementation_fails_in_one_line(function, code, wrong, words, tmp_path):
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_a_wrong_implementation_fails_in_one_line(row, tmp_path):
+    function, code, wrong, words = (cell.strip() for cell in row.split(" | "))
     before, after = (ROOT / "examples/zero.py").read_text().split(f"def {function}(")
+    assert code in after
     copy = tmp_path / "zero.py"
     copy.write_text(f"{before}def {function}({after.replace(code, wrong, 1)}")
     stage = "ring" if function == "reduce_scatter" else function
