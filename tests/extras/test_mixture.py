@@ -89,7 +89,7 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
     items = []
     for i, share in enumerate(shares):
         write_folder(tmp_path / str(i), i, 1)
-        items.append(f"{tmp_path}/{i}:{share / 1000}")
+        items.append(f"{tmp_path}/{i}:{(share - 0.4) / 1000:.4f}")  # rounded to thousandths
     dataset = mixtures.open_mixture(",".join(items)).open("train", 16, 5)
     turns = dataset[list(range(2000))][:, 0]
     for first in (0, 1000):

@@ -43,7 +43,7 @@ def train_on_mesh(strategy: str, tp: int) -> tuple[list[dict], dict]:
     if tp > 1:
         tensor_parallel.split(net, mesh["tp"])
     forward = dist.parallelize(net, mesh, run, functools.partial(net.init_tensor, seed=7))
-    settings = optim.Settings(lr=0.1, max_grad_norm=1.5)
+    settings = optim.Settings(lr=0.1, max_grad_norm=1.5, weight_decay=5.0)
     optimizer = optim.Optimizer(net.named_parameters(), net.decays, settings, RULES)
     share = 8 * tp // world.size
     start = dist.dp_rank(mesh) * share
@@ -64,7 +64,7 @@ def train_plainly() -> tuple[list[float], dict]:
     matrices = [p for name, p in parameters.items() if name.startswith("blocks") and p.dim() == 2]
     others = [p for p in parameters.values() if not any(p is matrix for matrix in matrices)]
     adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0)  # norms, the embedding
-    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", weight_decay=0.1)
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", weight_decay=5.0)
     norms = []
     for step in range(1, STEPS + 1):
         windows = batch(step)
