@@ -49,6 +49,36 @@ def test_step_times_do_not_depend_on_the_log_interval(tmp_path, one_rank):
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2.5, 2.0, 0.1)
 
 
+class LateEvent:
+    """An event that a device which lags behind the host has not reached yet."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+    def elapsed_time(self, later: "LateEvent") -> float:
+        return 500.0  # milliseconds
+
+
+def test_a_row_is_written_once_its_values_have_arrived(tmp_path, one_rank):
+    """Until a pause, the host does not wait for a device that lags behind."""
+    log = make_log(tmp_path)
+    log.record_event = LateEvent
+    log.row(1, 1000, 0.1, columns(), data_wait=0.0)
+    log.write_arrived_row()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    log.begin.passed = True  # the end of the first row
+    log.write_arrived_row()
+    assert len(rows(tmp_path)) == 1
+    log.row(6, 6000, 0.1, columns(), data_wait=0.0)
+    with log.pause():
+        assert [row["step_time"] for row in rows(tmp_path)][1:] == [0.1]
+
+
 def rows_of_a_rank(out: Path) -> int:
     """Log a row; return the peak of host memory. Rank 1 needs 300 MB more."""
     rank = dist.start("cpu").rank
