@@ -16,10 +16,10 @@ from errors import UsageError
 from log import Log, has_evaluation, read_rows
 
 
-def make_log(out: Path, step: int = 0) -> Log:
+def make_log(out: Path, step: int = 0, kind: type[Log] = Log) -> Log:
     run = SimpleNamespace(out=str(out), max_steps=100, tokens_per_step=1000)
     run.peak_tflops, run.optim_metrics_interval = 1.0, 1
-    return Log(run, torch.device("cpu"), flops_per_token=2_000_000, step=step)
+    return kind(run, torch.device("cpu"), flops_per_token=2_000_000, step=step)
 
 
 def columns(**changes: float) -> dict[str, torch.Tensor]:
@@ -64,10 +64,14 @@ class LateEvent:
         return 500.0  # milliseconds
 
 
+class LateLog(Log):
+    def record_event(self) -> LateEvent:
+        return LateEvent()
+
+
 def test_a_row_is_written_once_its_values_have_arrived(tmp_path, one_rank):
     """Until a pause, the host does not wait for a device that lags behind."""
-    log = make_log(tmp_path)
-    log.record_event = LateEvent
+    log = make_log(tmp_path, kind=LateLog)
     log.row(1, 1000, 0.1, columns(), data_wait=0.0)
     log.write_arrived_row()
     assert not (tmp_path / "metrics.jsonl").exists()
