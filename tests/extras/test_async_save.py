@@ -7,7 +7,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 from core.conftest import ROOT, PoolJob, arguments, full_tensors, pool, tokens, train  # noqa: F401
 
@@ -15,19 +14,11 @@ import checkpoint
 import dist
 from extras.async_save import AsyncSaver
 
-ROWS = {
-    "single": (1, "--strategy single"),
-    "fsdp 2": (2, "--strategy fsdp"),
-}
-SAVES = "--save_interval 2 --keep_every 1 --max_steps 6"
 
-
-@pytest.mark.parametrize("row", ROWS)
-def test_an_asynchronous_save_writes_the_tensors_of_its_step(train, row):  # noqa: F811
+def test_an_asynchronous_save_writes_the_tensors_of_its_step(train):  # noqa: F811
     """Later steps, which change the weights, do not reach it."""
-    ranks, mesh = ROWS[row]
-    now = train(ranks, f"{mesh} {SAVES}", "now")
-    later = train(ranks, f"{mesh} {SAVES} --async_save", "later")
+    saves = "--strategy fsdp --save_interval 2 --keep_every 1 --max_steps 6"
+    now, later = train(2, saves, "now"), train(2, f"{saves} --async_save", "later")
     assert (now.status, later.status) == (0, 0), later.error
     assert now.steps() == later.steps() == [2, 4, 6]
     for step in (2, 4, 6):
@@ -37,9 +28,7 @@ def test_an_asynchronous_save_writes_the_tensors_of_its_step(train, row):  # noq
         assert expected.keys() == found.keys() and len(found) > 50
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), (step, name)
-    rows = later.rows("event")
-    assert [row["step"] for row in rows] == [2, 4, 6]
-    assert all(row["blocking_seconds"] <= row["seconds"] for row in rows)
+    assert [row["step"] for row in later.rows("event")] == [2, 4, 6]
 
 
 def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tmp_path):  # noqa: F811
@@ -58,17 +47,11 @@ def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tm
     assert continued.rows()[-1]["step"] == last + 2
 
 
-def new_saver(run: Path, rows: list[dict]) -> AsyncSaver:
-    """A saver that keeps all checkpoints and reports to `rows`."""
-    keep = dict(keep_last=1, keep_every=1, extra_files={})
-    report = lambda row, line: rows.append(row)  # noqa: E731
-    return AsyncSaver(timedelta(seconds=20), run=run, report=report, **keep)
-
-
 def save_twice(run: Path, size: int) -> tuple[list[int], bool]:
     """Save ones and, at once, twos; then ranks gather numbers. Return these, and success."""
     world = dist.start("cpu")
-    saver = new_saver(run, [])
+    keep = dict(keep_last=1, keep_every=1, extra_files={})
+    saver = AsyncSaver(timedelta(seconds=20), run=run, report=lambda row, line: None, **keep)
     weight, gathered = torch.ones(size), []
     for step in (1, 2):
         saver.save({"weight": weight}, {"step": step})
@@ -89,23 +72,6 @@ def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alon
     for step in (1, 2):
         weight = full_tensors(checkpoint.step_path(tmp_path, step))["weight"]
         assert weight.eq(step).all()
-
-
-def save_where_a_file_is(run: Path) -> tuple[str, list[str]]:
-    dist.start("cpu")
-    rows = []
-    saver = new_saver(run, rows)
-    saver.save({"weight": torch.ones(3)}, {"step": 1})
-    saver.wait()
-    return saver.failure, [row["event"] for row in rows]
-
-
-def test_a_failed_save_is_reported_on_all_ranks(pool, tmp_path):  # noqa: F811
-    run = tmp_path / "a_file" / "run"
-    run.parent.write_text("in the way")
-    for failure, events in pool(2, save_where_a_file_is, run):
-        assert f"cannot write {run}/checkpoints/step-00000001: " in failure
-        assert events == ["checkpoint_failed"]
 
 
 DIVERGE = """
