@@ -143,7 +143,7 @@ def test_flags_in_a_document_are_those_of_its_commands(path):
                 assert known or not flags[name], f"{name} {value} in: {words}"
 
 
-EXACT = re.compile(r"<!-- run exact -->\n((?: {4}.*\n)+)\n```\n(.*?)```", re.S)
+EXACT = re.compile(r"<!-- run exact -->\n((?: {4}.*\n)+)\n```\n((?:.*\n)*?)```")
 
 
 @pytest.mark.slow(proves="the outputs that a page shows digit by digit")
