@@ -365,7 +365,7 @@ def test_what_a_model_came_with_survives(transformers, tokenizers, pool, tmp_pat
     path = train_from(pool, imported, tmp_path / "bytes", tmp_path / "other", "--allow_changes")
     out = convert("export", path, tmp_path / "others")
     generation = json.loads((out / "generation_config.json").read_text())
-    assert [generation[name] for name in ids] == [256] * 3
+    assert [generation[name] for name in hf.SPECIAL_IDS] == [256] * 3
     assert not (out / "chat_template.jinja").exists()
 
 
