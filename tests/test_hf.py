@@ -346,6 +346,15 @@ def test_what_a_model_came_with_survives(transformers, tokenizers, pool, tmp_pat
         ids = after(line)["input_ids"]
         assert ids == before(line)["input_ids"]
         assert ids == encoding.encode_ordinary(line) or "</s>" in line
+    # Texts of another tokenizer: nothing of the first one applies.
+    convert("import", source, imported)
+    argv = f"--source {tmp_path}/text --out {tmp_path}/bytes"
+    assert prepare.main(argv.split()) == 0
+    path = train_from(pool, imported, tmp_path / "bytes", tmp_path / "other", "--allow_changes")
+    out = convert("export", path, tmp_path / "others")
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert [generation[name] for name in hf.SPECIAL_IDS] == [256] * 3
+    assert not (out / "chat_template.jinja").exists()
 
 
 # --------------------------------------------------------------------------------------------------
