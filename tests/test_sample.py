@@ -88,7 +88,7 @@ def test_only_the_damaged_checkpoint_of_a_run_is_refused(trained, text, tmp_path
     assert text(damaged.with_name("step-00000001"))
 
 
-def test_a_tokenizer_is_read_only_from_its_checkpoint(with_file, tmp_path, capsys):
+def test_a_tokenizer_is_read_only_from_its_checkpoint(with_file, tmp_path, capsys, tokenizers):
     """The manifest of a hostile checkpoint names another file."""
     run = shutil.copytree(with_file, tmp_path / "run")
     path = last_checkpoint(run)
