@@ -100,11 +100,11 @@ def assert_continued(before: list[dict], out: Path, from_step: int) -> None:
 # --------------------------------------------------------------------------------------------------
 # Signals
 
-# Who gets the signal: rank 1, or torchrun and all its ranks as from Ctrl-C in a terminal. The
-# evaluations of the second row are longer than a step.
+# Who gets the signal: rank 1, both ranks as from Slurm, or torchrun with its ranks as from Ctrl-C
+# in a terminal. The evaluations of the second row are longer than a step.
 QUICK = """
 SIGINT  | rank 1   |
-SIGTERM | rank 1   | --eval_interval 1 --eval_sequences 100
+SIGTERM | both     | --eval_interval 1 --eval_sequences 100
 """
 SLOW = """
 SIGUSR1 | rank 1   |
@@ -130,8 +130,8 @@ def test_a_signal_to_any_rank_stops_all_ranks_after_the_same_step(start, whole, 
         run.until(lambda: len(run.rows()) > SAVE_INTERVAL)
     if receiver == "torchrun":
         os.killpg(run.process.pid, number)
-    else:
-        os.kill(run.ranks()[1], number)
+    for rank in {"rank 1": run.ranks()[1:], "both": run.ranks()}.get(receiver, []):
+        os.kill(rank, number)
     seen = run.rows()[-1]["step"]  # the rank is in step seen + 1, or in a later one
     assert run.wait() == (TORCHRUN_FAILED if receiver == "torchrun" else os.EX_TEMPFAIL)
 
