@@ -36,7 +36,7 @@ TESTS = {
     "start.py": "start files kill",
     "log.py": "mesh tests/test_log.py",
     "extras/async_save.py": "tests/extras/test_async_save.py tests/extras/test_flags.py",
-    "extras/muon.py": "tests/extras/test_muon.py tests/extras/test_golden.py tests/test_optim.py",
+    "extras/muon.py": "tests/extras/test_muon.py tests/extras/test_golden.py",
 }
 
 
