@@ -4,7 +4,7 @@ A training row is gathered from all ranks by one small all_gather and copied to 
 next steps run. It is written when it has arrived, so no host waits for its device.
 
 The files only grow. Each start of a run writes a row of its own, {"event": "start", "step": 20,
-...}, which makes earlier rows after its step void: see tools/common.py:read_rows.
+...}, which makes earlier rows after its step void: see tools/common.py:read_log.
 """
 
 import json

@@ -45,7 +45,7 @@ class Origin:
     step: int = 0  # the steps done before this start
     tokens: int = 0  # of these steps
     model_config: ModelConfig | None = None
-    base: dict[str, bytes] = field(default_factory=dict)  # base.json: what an export restores
+    extra_files: dict[str, bytes] = field(default_factory=dict)  # of others, such as tools.hf
     notes: list[str] = field(default_factory=list)  # on newer checkpoints, which are damaged
 
 
@@ -176,10 +176,8 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     if defaults.get("model") not in SIZES:  # but the path of imported weights
         defaults.pop("model", None)
     flags = defaults | flags
-    file = path / "base.json"  # of tools.hf: what a model came with
-    base = {file.name: file.read_bytes()} if file.exists() else {}
-    if not continues and not base:
-        base = {file.name: b'{"max_position_embeddings": %d}' % manifest["model"]["seq_len"]}
+    ours = ("rank-", "index.", "tokenizer")  # all other files are kept in the run's checkpoints
+    others = [name for name in manifest["files"] if not name.startswith(ours)]
     origin = Origin(
         path=path,
         manifest=manifest,
@@ -187,7 +185,7 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
         step=manifest["step"] if continues else 0,
         tokens=manifest["tokens"] if continues else 0,
         model_config=ModelConfig.from_dict(manifest["model"]),
-        base=base,
+        extra_files={name: (path / name).read_bytes() for name in others},
         notes=notes,
     )
     return Config(**flags), origin

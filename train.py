@@ -268,7 +268,7 @@ def open_saver(run: Run, start: Start, log: Log) -> checkpoint.Saver:
         run=Path(run.out),
         keep_last=run.keep_last,
         keep_every=run.keep_every,
-        extra_files=start.source.tokenizer_files | start.origin.base,
+        extra_files=start.source.tokenizer_files | start.origin.extra_files,
         report=log.write,
     )
     if not run.async_save:

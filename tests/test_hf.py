@@ -387,3 +387,11 @@ def test_consolidate_leaves_nothing_on_a_disk_that_fills_up(trained, small_disk)
     (small_disk / "other").write_bytes(bytes(900_000))
     status, line = refused("consolidate", trained, small_disk / "new/one")
     assert status == 1 and "No space left" in line
+
+
+def test_a_model_that_was_finetuned_on_short_sequences_keeps_its_context(run):
+    first = run(1, "--max_steps 1")
+    short = run(1, f"--max_steps 1 --seq_len 8 --init_from {first}", "short")
+    assert hf.longest_context(last_checkpoint(short)) == 16
+    shutil.rmtree(first)
+    assert hf.longest_context(last_checkpoint(short)) == 8

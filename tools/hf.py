@@ -30,6 +30,7 @@ import tokenizer
 from errors import UsageError
 from model import ModelConfig, RopeScaling, meta_model
 from sample import Trained, newest_checkpoint, read_trained
+from start import checkpoints_at
 from tokenizer import Encoding
 
 # Module of the decoder -> module of Hugging Face's Llama
@@ -169,9 +170,21 @@ def small_files(path: Path, trained: Trained, encoding: Encoding | None) -> dict
     files["generation_config.json"] = generation | {"suppress_tokens": suppressed or None}
     if encoding:
         files = {name: with_end(name, contents, encoding) for name, contents in files.items()}
-    context = max(trained.config.seq_len, base.get("max_position_embeddings", 0))
+    context = max(longest_context(path), base.get("max_position_embeddings", 0))
     files["config.json"] = files["config.json"] | {"max_position_embeddings": context}
     return files
+
+
+def longest_context(path: Path) -> int:
+    """Return the longest context of a checkpoint's model and of those that it was trained from."""
+    manifest = checkpoint.read_manifest(path)
+    seq_len = manifest["model"]["seq_len"]
+    named = manifest.get("config", {}).get("init_from")
+    try:
+        origins = checkpoints_at(Path(named)) if named else []
+    except UsageError:  # it is gone
+        origins = []
+    return max([seq_len, *map(longest_context, origins[-1:])])
 
 
 def with_end(name: str, contents: dict | str, encoding: Encoding) -> dict | str:
