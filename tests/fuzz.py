@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from core.conftest import Pool, write_tokens
+from rig import Pool, write_tokens
 
 import config
 import dist

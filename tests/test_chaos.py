@@ -13,7 +13,8 @@ from pathlib import Path
 
 import hosts
 import pytest
-from conftest import assert_same, call_train, exit_statuses, flags, fork_ranks, rows, wait_until
+from old import call_train, exit_statuses, flags, rows, wait_until
+from rig import assert_same_bits, fork_ranks
 
 import checkpoint
 
@@ -115,5 +116,5 @@ def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, 
         os.truncate(file, rng.randrange(file.stat().st_size))
     assert exit_statuses(start([])) == [0, 0]
     assert ("passed over" in (tmp_path / "said-0").read_text()) == (kind == "tear")
-    assert_same(whole, out)
+    assert_same_bits(whole, out)
     assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(whole)]

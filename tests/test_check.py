@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, copy_with, flags, resolve
+from old import TORCHRUN, flags
+from rig import ROOT, copy_with, resolve
 
 from tools import check
 from tools.check import Figure, Numbers

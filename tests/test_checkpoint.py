@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import documented_fields, last_checkpoint, listen, make_saver, memory_taken, rows
+from old import documented_fields, listen, make_saver, memory_taken, rows
+from rig import last_checkpoint
 from torch.distributed import tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard

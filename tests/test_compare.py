@@ -7,7 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, rows, start_row
+from old import rows, start_row
+from rig import ROOT
 
 from tools import compare
 

@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import NEXT_ISSUES, ROOT
+from conftest import NEXT_ISSUES
+from rig import ROOT
 from test_imports import CORE, MODULES
 from torch.distributed.run import get_args_parser
 

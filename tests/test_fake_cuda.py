@@ -16,8 +16,8 @@ from unittest import mock
 import fake_cuda
 import pytest
 import torch
-from conftest import flags
-from core.conftest import Pool
+from old import flags
+from rig import Pool
 
 import dist
 import train

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, flags, rows, torchrun
+from old import flags, rows, torchrun
+from rig import ROOT
 
 PATCHES = sorted(ROOT.glob("examples/*.patch"))
 REAL_RUNS = pytest.mark.slow(proves="what a fork trains, exports or prints")

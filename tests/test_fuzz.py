@@ -8,8 +8,8 @@ import sys
 
 import fuzz
 import pytest
-from conftest import ROOT, copy_with
 from fuzz import CHOICES, MODEL, SIMPLEST
+from rig import ROOT, copy_with
 
 LARGEST = {name: choices[-1] for name, choices in CHOICES.items()}
 

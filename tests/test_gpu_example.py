@@ -8,7 +8,8 @@ import time
 
 import fake_cuda
 import pytest
-from conftest import ROOT, children, is_running, start_process, wait_until
+from old import children, is_running, start_process, wait_until
+from rig import ROOT
 from test_fake_cuda import gpus  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -28,7 +29,7 @@ def run_on_gpu(function: str, *arguments) -> dict:
 
 
 @pytest.mark.slow(proves="what the script itself does on a CUDA device")
-def test_ceilings_and_ranks_that_share_a_fake_gpu(gpus, tmp_path):  # noqa: F811
+def test_ceilings_and_ranks_that_share_a_fake_gpu(gpus, tmp_path):
     (found,) = gpus(1, run_on_gpu, "ceilings")
     assert len(found) == 2 + 4 + 4 * 2 * 4 + 2
     products = [speed for name, speed in found.items() if name[0].isdigit()]

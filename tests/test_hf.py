@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    call_train,
-    file_names,
-    last_checkpoint,
-    listen,
-    rows,
-    tensors,
-)
+from old import call_train, file_names, listen, rows, tensors
+from rig import last_checkpoint
 from test_tokenizer import make_json, small_gpt2
 
 import checkpoint

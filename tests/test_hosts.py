@@ -5,7 +5,8 @@ import signal
 from unittest import mock
 
 import pytest
-from conftest import TRAIN, Job, flags, free_port, rows
+from old import TRAIN, Job, flags, rows
+from rig import free_port
 
 from log import read_rows
 

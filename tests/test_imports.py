@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from rig import ROOT
 
 LEAVES = ["model", "dist", "optim", "checkpoint", "data"]  # each can be copied alone
 CORE = [*LEAVES, "errors", "log", "config", "start", "train"]  # a file imports only earlier ones

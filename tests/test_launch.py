@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, build_run, flags, free_port, listen, resolve, train_step, variables
+from old import flags, listen
+from rig import ROOT, build_run, free_port, resolve, train_step, variables
 
 import dist
 import errors

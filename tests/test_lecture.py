@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, start_process
+from old import start_process
+from rig import ROOT
 
 from docs import play as game
 from docs.play import Block, chapters, start

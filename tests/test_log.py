@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import build_run, rows, train_step
+from old import rows
+from rig import build_run, train_step
 
 import dist
 import log as logs

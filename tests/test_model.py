@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import build_model
+from rig import build_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

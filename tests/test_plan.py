@@ -9,7 +9,8 @@ import shlex
 import statistics
 
 import pytest
-from conftest import ROOT, SOURCE, TINY, listen, resolve
+from old import TINY, listen
+from rig import ROOT, SOURCE, resolve
 
 import config
 import dist

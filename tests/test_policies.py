@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_close, build_model, build_run, train_step
+from rig import assert_close, build_model, build_run, train_step
 from torch.profiler import profile
 
 import dist

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Job
+from old import Job
+from rig import ROOT
 from test_tokenizer import small_gpt2
 
 import data

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import SOURCE, build_run, resolve, train_step
+from rig import SOURCE, build_run, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
 import optim

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call_train, contents, flags, listen, rows, start_row
+from old import call_train, contents, flags, listen, rows, start_row
 
 import checkpoint
 import model
@@ -89,7 +89,8 @@ def test_one_process_repeats_a_step_of_a_mesh_up_to_rounding(runs, tokens):
     assert sorted(losses, reverse=True) == losses
     assert sum(losses) / 8 == pytest.approx(rows(run)[5]["loss"], abs=1e-4)
     assert [loss / sum(losses) for loss in losses] == pytest.approx([s / 100 for s in shares], 0.01)
-    assert all(text.encode() in (tokens / "train.bin").read_bytes()[::2] for text in texts)
+    low_bytes = (tokens / "train.bin").read_bytes()[::2]  # 0 for token 256
+    assert all(text.replace("<|endoftext|>", "\0").encode() in low_bytes for text in texts)
 
 
 def test_a_step_is_repeated_from_a_checkpoint_of_the_start_that_trained_it(run):

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import call_train, flags, last_checkpoint, tensors
+from old import call_train, flags, tensors
+from rig import last_checkpoint
 
 import checkpoint
 import prepare

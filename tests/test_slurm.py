@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_same, flags, free_port, newest_step, rows, wait_until
+from old import flags, newest_step, rows, wait_until
+from rig import ROOT, assert_same_bits, free_port
 
 SCRIPT = ROOT / "examples/slurm.sh"
 # The torchruns meet at the first host of a job. Its name, given by Slurm, must have an address.
@@ -168,7 +169,7 @@ def test_a_signalled_job_is_requeued_and_a_cancelled_one_only_saves(slurm, run, 
     step = int(stopped.split()[-1])
     assert 5 <= step < 80 and f"continuing from {out}/checkpoints/step-{step:08d}" in continued
     assert [row["loss"] for row in rows(out)] == [row["loss"] for row in rows(whole)]
-    assert_same(whole, out)
+    assert_same_bits(whole, out)
 
     slurm.submit(tmp_path / "endless", tokens, "--strategy fsdp --max_steps 1000000", ranks=1)
     slurm.wait_for_steps(5)

@@ -9,10 +9,11 @@ import time
 
 import numpy as np
 import pytest
+import rig
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, documented_fields, last_checkpoint, listen, rows, tensors, torchrun
-from core import conftest as core
+from old import documented_fields, listen, rows, tensors, torchrun
+from rig import ROOT, last_checkpoint
 
 import checkpoint
 import model
@@ -87,13 +88,13 @@ def test_init_from_keeps_a_vocabulary_that_is_large_enough(on_ranks, tmp_path):
 def run_that_may_restart(argv: list[str]) -> tuple[int, str, str]:
     """Run train.py as under torchrun --max-restarts 3, which would restart it after an error."""
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
-    return core.run_command(argv)
+    return rig.run_command(argv)
 
 
 @pytest.mark.parametrize(
     "flags, run, status",
     [
-        ("--keep_last 0", core.run_command, os.EX_TEMPFAIL),
+        ("--keep_last 0", rig.run_command, os.EX_TEMPFAIL),
         ("--keep_last 1", run_that_may_restart, 0),
     ],
 )
@@ -101,7 +102,7 @@ def test_a_stopped_run_ends_with_the_status_that_its_launcher_needs(
     pool, tokens, tmp_path, flags, run, status
 ):
     text = f"{flags} --max_steps 1000000 --log_interval 1000000"
-    running = core.PoolJob(pool, core.arguments(tokens, tmp_path / "run", text), 1, run)
+    running = rig.PoolJob(rig.arguments(tokens, tmp_path / "run", text), 1, run)
     running.until(running.rows)
     os.kill(running.ranks()[0], signal.SIGTERM)
     assert running.wait() == status

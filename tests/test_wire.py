@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_run, flags, fork_ranks, train_step
+from old import flags
+from rig import build_run, fork_ranks, train_step
 
 from tools import plan
 

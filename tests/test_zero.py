@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from old import torchrun
+from rig import ROOT
 
 sys.path.append(str(ROOT / "examples"))
 import zero

@@ -8,11 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+import rig
 import torch
 
 import data
-
-from . import conftest
 
 
 class Bomb:
@@ -115,11 +114,11 @@ def test_a_batch_with_a_token_above_the_vocabulary_is_refused(tmp_path):
 
 def test_a_folder_that_is_exchanged_changes_nothing(tmp_path):
     """An open file survives a move, a replacement and a removal, but it may be cut."""
-    folder = conftest.write_tokens(tmp_path / "data", seed=1)
+    folder = rig.write_tokens(tmp_path / "data", seed=1)
     dataset = data.TokenDataset(data.open_folder(folder), "train", 16, seed=None)
     expected = dataset[[0, 1, 2]]  # of which the last one ends after 98 bytes
     folder.rename(tmp_path / "moved")
-    conftest.write_tokens(folder, seed=2)
+    rig.write_tokens(folder, seed=2)
     assert torch.equal(dataset[[0, 1, 2]], expected)
     shutil.rmtree(folder)
     assert torch.equal(dataset[[0, 1, 2]], expected)
@@ -129,7 +128,7 @@ def test_a_folder_that_is_exchanged_changes_nothing(tmp_path):
 
 
 def test_threads_read_the_same_batches_in_order(tmp_path):
-    folder = data.open_folder(conftest.write_tokens(tmp_path / "data"))
+    folder = data.open_folder(rig.write_tokens(tmp_path / "data"))
     dataset = data.TokenDataset(folder, "train", 16, seed=0)
     for count in (0, 1, 3, 600):
         indices = [[n, n + 1] for n in range(count)]

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rig import SMALL, Run, copy_run, end_with_parent, full_tensors, run_command
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import checkpoint
 import dist
-
-from .conftest import SMALL, Run, copy_run, end_with_parent, full_tensors, run_command
 
 RANK0 = "rank-00000.safetensors"
 RANK1 = "rank-00001.safetensors"

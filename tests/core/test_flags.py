@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rig import SMALL, Run, run_command, write_tokens
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from .conftest import SMALL, Run, run_command, write_tokens
 
 # The flag and its value | ranks | flags of both runs | what differs: see SEEN
 # {other} is another token folder, {file} a file with {"lr": 1e-4}, {first} a run of one step, and

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rig import POOL, SMALL, full_tensors, read_rows, run_command, write_tokens
 
 import data
 
-from .conftest import POOL, SMALL, full_tensors, read_rows, run_command, write_tokens
 from .test_numbers import checkpoint_in
 
 FILE = Path(__file__).with_name("golden.json")

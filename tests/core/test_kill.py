@@ -11,15 +11,13 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch
+from rig import KILLED, Job, PoolJob, Run, arguments, run_command
 
 import checkpoint
-
-from .conftest import KILLED, Job, PoolJob, Run, arguments, run_command
 
 STEPS = 13
 SAVE_INTERVAL = 5
@@ -49,11 +47,10 @@ def start(pool, tokens, job, tmp_path) -> Iterator[Callable]:
     def call(launcher: str, text: str = RUN) -> Job | PoolJob:
         if launcher == "torchrun":
             return job(2, text)
-        started.append(PoolJob(pool, arguments(tokens, tmp_path / "run", text)))
+        started.append(PoolJob(arguments(tokens, tmp_path / "run", text)))
         return started[-1]
 
     yield call
-    wait([each.answers for each in started])  # a test that failed may have left one
 
 
 def finish(pool, tokens: Path, out: Path, text: str = RUN) -> Run:

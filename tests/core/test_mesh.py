@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed
+from rig import SMALL, Job, Run, copy_run, full_tensors, run_command
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 import checkpoint
 from model import Transformer
-
-from .conftest import SMALL, Job, Run, copy_run, full_tensors, run_command
 
 STEPS, STOP = 6, 3  # a run's last step, and the step of its first checkpoint
 SEQUENCES, LENGTH = 16, 16  # of a global batch

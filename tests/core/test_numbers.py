@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rig import full_tensors, read_rows, run_command
 from torch import Tensor
-
-from .conftest import full_tensors, read_rows, run_command
 
 STEPS = 20
 

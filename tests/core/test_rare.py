@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
+from rig import Run, arguments, read_rows, run_command
 from torch import Tensor, nn
 
 import checkpoint
 import data
 from model import Transformer
-
-from .conftest import Run, arguments, read_rows, run_command
 
 FSDP = "--strategy fsdp --wrap block"
 

@@ -32,12 +32,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from rig import SMALL, Run, cells, run_command, write_tokens
 
 import checkpoint
 from config import KINDS
-
-from .conftest import SMALL, Run, run_command, write_tokens
-from .test_flags import cells
 
 # The learning rate is constant, so that a run which ends and continues takes the same steps as one
 # that does neither.

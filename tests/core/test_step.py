@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rig import SMALL, read_rows, run_command
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +28,6 @@ import dist
 import optim
 from model import SIZES, ModelConfig, RopeScaling, Transformer, meta_model, scale_frequencies
 
-from .conftest import SMALL, read_rows, run_command
 from .test_numbers import decoder, rate
 
 # --------------------------------------------------------------------------------------------------

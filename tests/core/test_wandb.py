@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from .conftest import arguments, read_rows, run_command
+from rig import arguments, read_rows, run_command
 
 NOTES = """
 import json, os, time

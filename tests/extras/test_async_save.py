@@ -8,14 +8,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from core.conftest import ROOT, PoolJob, arguments, full_tensors, pool, tokens, train  # noqa: F401
+from rig import ROOT, PoolJob, arguments, full_tensors
 
 import checkpoint
 import dist
 from extras.async_save import AsyncSaver
 
 
-def test_an_asynchronous_save_writes_the_tensors_of_its_step(train):  # noqa: F811
+def test_an_asynchronous_save_writes_the_tensors_of_its_step(train):
     """Later steps, which change the weights, do not reach it."""
     saves = "--strategy fsdp --save_interval 2 --keep_every 1 --max_steps 6"
     now, later = train(2, saves, "now"), train(2, f"{saves} --async_save", "later")
@@ -31,10 +31,10 @@ def test_an_asynchronous_save_writes_the_tensors_of_its_step(train):  # noqa: F8
     assert [row["step"] for row in later.rows("event")] == [2, 4, 6]
 
 
-def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tmp_path):  # noqa: F811
+def test_a_stop_waits_for_the_save_and_continues_from_it(pool, train, tokens, tmp_path):
     flags = "--strategy fsdp --async_save --save_interval 1"
     text = f"{flags} --max_steps 1000000"
-    running = PoolJob(pool, arguments(tokens, tmp_path / "run", text))
+    running = PoolJob(arguments(tokens, tmp_path / "run", text))
     running.until(lambda: len(running.rows()) > 3)
     os.kill(running.ranks()[1], signal.SIGTERM)
     assert running.wait() == os.EX_TEMPFAIL
@@ -64,7 +64,7 @@ def save_twice(run: Path, size: int) -> tuple[list[int], bool]:
     return gathered, saver.failure is None
 
 
-def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alone(pool, tmp_path):  # noqa: F811
+def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alone(pool, tmp_path):
     """Else step 1 would get weights of step 2, or a rank would gather what belongs to a save."""
     for gathered, succeeded in pool(2, save_twice, tmp_path, 20_000_000):
         assert succeeded

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from core.conftest import pool, tokens, train  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +17,7 @@ ROWS = """\
 
 
 @pytest.mark.parametrize("row", ROWS.splitlines())
-def test_chunks_give_the_numbers_of_one_chunk(train, row):  # noqa: F811
+def test_chunks_give_the_numbers_of_one_chunk(train, row):
     """Also if their number is no divisor of that of the tokens."""
     ranks, flags, chunked = row.split("|")
     one = train(1, flags, "one")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from core.conftest import pool, tokens  # noqa: F401
 from core.test_flags import EXTRAS, assert_seen, parse_table, see  # noqa: F401
 
 TABLE = """
@@ -20,13 +19,13 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_flag_has_the_effect_that_its_row_names(see, name):  # noqa: F811
+def test_a_flag_has_the_effect_that_its_row_names(see, name):
     row = ROWS[name]
     with_flag, without = see(row.ranks, f"{row.flags} --{row.flag}"), see(row.ranks, row.flags)
     assert_seen(row, with_flag, without)
 
 
-def test_training_does_not_wait_for_an_asynchronous_save(see):  # noqa: F811
+def test_training_does_not_wait_for_an_asynchronous_save(see):
     for flags, waits in (("", True), ("--async_save", False)):
         saves = see(1, f"--save_interval 1 {flags}").run.rows("blocking_seconds")
         assert len(saves) == 5

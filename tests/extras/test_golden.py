@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from core.conftest import POOL, pool, tokens, write_tokens  # noqa: F401
 from core.test_golden import FILE as CORE_FILE
 from core.test_golden import FSDP, HSDP, NUMBERS, TOLERANCES, assert_numbers, numbers_of, run
+from rig import POOL, write_tokens
 
 FILE = Path(__file__).with_name("golden.json")
 MUON = "--optimizer muon --lr 3e-3"  # at 1e-2, rounding grows faster
@@ -39,7 +39,7 @@ MUON_ROWS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "fsdp x tp 2")) for name in TP_ROWS]
 )
-def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, name):  # noqa: F811
+def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, name):
     ranks, flags, numbers = TP_ROWS[name]
     out = run(pool, tokens, tmp_path / "run", ranks, f"{NUMBERS[numbers]} {flags}")
     expected = json.loads(CORE_FILE.read_text())["numbers"][numbers]
@@ -49,7 +49,7 @@ def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, n
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "hsdp 2x2")) for name in MUON_ROWS]
 )
-def test_muon_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, name):  # noqa: F811
+def test_muon_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, name):
     ranks, flags = MUON_ROWS[name]
     out = run(pool, tokens, tmp_path / "run", ranks, f"{MUON} {flags}")
     expected = json.loads(FILE.read_text())["muon"]

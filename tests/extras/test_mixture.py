@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core.conftest import pool, tokens, train, write_tokens  # noqa: F401
+from rig import write_tokens
 
 import data
 from extras import mixture as mixtures
@@ -24,7 +24,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-def test_a_mixture_gives_the_same_numbers_on_two_ranks_and_after_a_resume(train, folders):  # noqa: F811
+def test_a_mixture_gives_the_same_numbers_on_two_ranks_and_after_a_resume(train, folders):
     flags = "--data {a}:0.75,{b}:0.25 --schedule constant --save_interval 3".format(**folders)
     one = train(1, f"{flags} --max_steps 6", "one")
     assert train(2, f"{flags} --strategy fsdp --max_steps 3", "two").status == 0
@@ -49,13 +49,13 @@ REFUSED = """\
 
 
 @pytest.mark.parametrize("mixture", REFUSED.splitlines())
-def test_folders_and_shares_that_are_no_mixture_are_refused(train, folders, mixture):  # noqa: F811
+def test_folders_and_shares_that_are_no_mixture_are_refused(train, folders, mixture):
     refused = train(1, f"--data {mixture.format(**folders)}")
     assert refused.status == 2 and "--data" in refused.error
     assert not refused.out.exists()
 
 
-def test_changed_shares_are_another_run(train, folders):  # noqa: F811
+def test_changed_shares_are_another_run(train, folders):
     assert train(1, "--data {a}:0.5,{b}:0.5".format(**folders)).status == 0
     refused = train(1, "--data {a}:0.6,{b}:0.4 --max_steps 6".format(**folders))
     assert refused.status == 2 and "--data" in refused.error

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from conftest import build_model, full_tensor
-from core.conftest import pool, tokens, train  # noqa: F401
+from old import full_tensor
+from rig import build_model
 from torch import nn
 
 import dist
@@ -79,7 +79,7 @@ def train_plainly() -> tuple[list[float], dict]:
 
 
 @pytest.mark.parametrize("ranks, strategy, tp", [(1, "single", 1), (4, "fsdp", 1), (4, "fsdp", 2)])
-def test_muon_matches_torch_on_a_mesh(pool, ranks, strategy, tp):  # noqa: F811
+def test_muon_matches_torch_on_a_mesh(pool, ranks, strategy, tp):
     """Newton-Schulz makes the small singular values of a momentum, which are rounding errors, as
     large as the others. A sum in another order therefore turns the update, in directions that the
     loss hardly depends on. So between meshes the weights differ more than the norms.
@@ -94,7 +94,7 @@ def test_muon_matches_torch_on_a_mesh(pool, ranks, strategy, tp):  # noqa: F811
 
 
 @pytest.mark.parametrize("ranks, mesh", [(2, "ddp"), (3, "fsdp")])
-def test_a_muon_run_has_the_numbers_of_one_rank(train, ranks, mesh):  # noqa: F811
+def test_a_muon_run_has_the_numbers_of_one_rank(train, ranks, mesh):
     """Three ranks are more than some matrices have rows for."""
     flags = "--optimizer muon --global_batch_size 12 --optim_metrics_interval 2"
     one = train(1, f"--strategy single {flags}", "one")

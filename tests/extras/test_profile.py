@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import build_run, documented_fields, listen, train_step
-from core.conftest import pool, tokens, train  # noqa: F401
+from old import documented_fields, listen
+from rig import build_run, train_step
 from torch.autograd.profiler_util import FunctionEvent
 
 import dist
@@ -22,7 +22,7 @@ from log import Log
 
 
 @pytest.mark.parametrize("ranks, mesh", [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_profiled_run_has_the_same_numbers_and_no_host_syncs(train, ranks, mesh):  # noqa: F811
+def test_a_profiled_run_has_the_same_numbers_and_no_host_syncs(train, ranks, mesh):
     flags = f"--strategy {mesh} --dtype bfloat16"
     plain = train(ranks, flags, "plain")
     run = train(ranks, f"{flags} --profile 1:3", "profiled")
@@ -58,7 +58,7 @@ def profiled(argv: list[str]) -> tuple[int, str]:
 
 
 def test_a_profile_window_is_traced_on_every_rank(on_ranks, tmp_path):
-    text = "--strategy fsdp --max_steps 6 --profile 3:5"
+    text = "--strategy fsdp --wrap block --max_steps 6 --profile 3:5"
     (status, out), _ = on_ranks(2, profiled, text)
     assert status == 0
     source = Path(__file__).read_text().splitlines()
@@ -96,7 +96,7 @@ def test_a_window_that_no_run_of_nine_steps_has_is_refused(text):
         profiling.parse_window(text, 9)
 
 
-def test_a_run_continued_inside_the_window_is_not_profiled(train):  # noqa: F811
+def test_a_run_continued_inside_the_window_is_not_profiled(train):
     assert train(1, "--max_steps 4 --schedule constant").status == 0
     run = train(1, "--max_steps 9 --schedule constant --profile 2:6")
     assert run.status == 0, run.error

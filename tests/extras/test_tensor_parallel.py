@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from core.conftest import pool, tokens, train  # noqa: F401
 
 
 def assert_same_numbers(one, other) -> None:
@@ -18,7 +17,7 @@ def assert_same_numbers(one, other) -> None:
 
 
 @pytest.mark.slow(proves="statistics, beside the recorded losses")
-def test_tensor_parallel_ranks_have_the_statistics_of_one_rank(train):  # noqa: F811
+def test_tensor_parallel_ranks_have_the_statistics_of_one_rank(train):
     """Of a size whose head is not tied to the embedding."""
     flags = "--model tinyllama-1.1b --max_grad_norm 0.5 --optim_metrics_interval 1"
     one = train(1, f"--strategy single {flags}", "one")
@@ -37,7 +36,7 @@ def test_tensor_parallel_ranks_have_the_statistics_of_one_rank(train):  # noqa: 
 
 @pytest.mark.slow(proves="further meshes")
 @pytest.mark.parametrize("meshes", [(1, 2), (2, 1)])
-def test_a_run_continues_with_and_without_tensor_parallelism(train, meshes):  # noqa: F811
+def test_a_run_continues_with_and_without_tensor_parallelism(train, meshes):
     flags = "--schedule constant --eval_interval 6"
     whole = train(1, f"{flags} --max_steps 8", "whole")
     for tp, steps in zip(meshes, (6, 8)):
@@ -46,14 +45,14 @@ def test_a_run_continues_with_and_without_tensor_parallelism(train, meshes):  # 
     assert_same_numbers(whole, run)
 
 
-def test_a_size_that_tp_cannot_split_is_refused(train):  # noqa: F811
+def test_a_size_that_tp_cannot_split_is_refused(train):
     """SMALL has n_kv_head 2."""
     refused = train(4, "--strategy single --tp 4")
     assert refused.status == 2 and "--tp 4" in refused.error
     assert not refused.out.exists()
 
 
-def test_each_token_is_looked_up_by_the_rank_that_holds_its_row(train, tmp_path):  # noqa: F811
+def test_each_token_is_looked_up_by_the_rank_that_holds_its_row(train, tmp_path):
     """Each rank holds half of the rows of the embedding; the data has all 257 tokens."""
     (tmp_path / "all").mkdir()
     for split in ("train", "val"):

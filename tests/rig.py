@@ -1,17 +1,17 @@
-"""The rig of the core's tests: a pool of ranks, jobs under torchrun, and tokens of its own.
+"""The rig of the tests: ranks that have torch loaded, runs, jobs, and tokens of its own.
 
-The tests of this folder judge the trainer from outside. They use command lines, files on disk, and
-public functions of model, dist, optim, checkpoint and data. They import nothing else of this
-project, so they also pass in a folder that contains only the core.
+With conftest.py, which makes fixtures of it, and the folder core it also works beside the ten files
+of the core alone, which it knows by their command line, their files and public functions.
 
 pool(n, function, ...)     calls a function on n ranks at once; importing torch is paid only once
 train(n, "FLAGS", name)    runs train.command on n ranks of the pool; returns what happened
-PoolJob(pool, argv)        starts a run on ranks of the pool, and returns at once
-job(n, "FLAGS", name)      starts train.py under torchrun, for signals and kills
+PoolJob(argv, n)           starts such a run, and returns at once
+Job(torchrun(n, argv))     starts train.py under torchrun, for signals and kills
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import io
 import json
@@ -28,12 +28,14 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # of this process and of all ranks
 os.environ["RES_OPTIONS"] = "timeout:1"  # without a name server, torch's store waits 1 s, not 5
@@ -42,6 +44,12 @@ import torch  # noqa: E402
 from torch.distributed.tensor import debug  # noqa: E402
 
 import checkpoint  # noqa: E402
+import config  # noqa: E402
+import data  # noqa: E402
+import dist  # noqa: E402
+import model  # noqa: E402
+import optim  # noqa: E402
+import start  # noqa: E402
 import train as trainer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -54,9 +62,13 @@ SMALL = (
     "--save_interval 0 --log_interval 1 --lr 3e-3 --warmup_steps 1 --max_steps 5 --dtype float32"
 )
 
+AT_END: list[Callable[[], object]] = []  # what ends the processes that the current test has started
 
-def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "slow(proves): shows what the default suite cannot")
+
+def cells(table: str) -> list[tuple[str, ...]]:
+    """The cells of each line of a table, without empty lines and comments."""
+    lines = [line for line in table.splitlines() if line.strip() and line[0] != "#"]
+    return [tuple(cell.strip() for cell in line.split("|")) for line in lines]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,12 +187,6 @@ class Pool:
 POOL = Pool()  # of this session, whichever folder's tests ask for it first
 
 
-@pytest.fixture(scope="session")
-def pool():
-    yield POOL
-    POOL.stop()
-
-
 # --------------------------------------------------------------------------------------------------
 # Runs of train.command
 
@@ -206,10 +212,10 @@ class Run:
         return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(self.out)]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return full_tensors(checkpoint.list_checkpoints(self.out)[-1])
+        return full_tensors(last_checkpoint(self.out))
 
 
-def read_rows(path: Path, key: str) -> list[dict]:
+def read_rows(path: Path, key: str = "loss") -> list[dict]:
     """The rows of a log that contain `key`, without those of steps that a later start repeats."""
     rows = []
     complete = path.read_text().rpartition("\n")[0] if path.exists() else ""
@@ -219,6 +225,15 @@ def read_rows(path: Path, key: str) -> list[dict]:
         elif key in row:
             rows.append(row)
     return rows
+
+
+def arguments(tokens: Path, out: Path, text: str = "") -> list[str]:
+    """SMALL with these folders and further flags."""
+    return [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
+
+
+def last_checkpoint(out: Path) -> Path:
+    return checkpoint.list_checkpoints(out)[-1]
 
 
 def full_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -231,12 +246,13 @@ def full_tensors(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def run_command(argv: list[str]) -> tuple[int, str, str]:
-    """Run train.command on this rank; return its status, output, and the line of its error."""
+def run_command(argv: list[str], main: Callable = trainer.command) -> tuple[int, str, str]:
+    """Run train.py or another command here; return its status, output, and its line of error."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status, error = trainer.command(argv), ""
+            status = main(list(map(str, argv)))
+        error = err.getvalue()
     except SystemExit as end:  # from the parser
         status, error = end.code, err.getvalue()
     except Exception as exception:
@@ -246,44 +262,59 @@ def run_command(argv: list[str]) -> tuple[int, str, str]:
     return status or 0, out.getvalue(), error
 
 
-@pytest.fixture
-def train(pool, tokens, tmp_path):
-    """train(ranks, "--strategy fsdp", name): run train.command with SMALL and these flags."""
+def assert_same_bits(out: Path, other: Path) -> None:
+    """Fail unless two runs have the same losses, weights and optimizer state, bit for bit."""
+    losses = [
+        [(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(run / "metrics.jsonl")]
+        for run in (out, other)
+    ]
+    assert losses[0] == losses[1]
+    tensors, expected = (full_tensors(last_checkpoint(run)) for run in (out, other))
+    assert any(name.startswith("optimizer.") for name in expected)
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
 
-    def call(ranks: int, text: str = "", name: str = "run", **options) -> Run:
-        out = tmp_path / name
-        answers = pool(ranks, run_command, arguments(tokens, out, text), **options)
-        statuses = {status for status, _, _ in answers}
-        assert len(statuses) == 1, f"ranks end with different statuses: {answers}"
-        (status,) = statuses
-        return Run(out, status, answers[0][1], answers[0][2])
 
-    return call
+def assert_close(out: Path, other: Path, relative: float = 1e-5) -> None:
+    """Fail unless two runs logged the same losses and gradient norms, up to rounding."""
+    rows, expected = (read_rows(run / "metrics.jsonl") for run in (out, other))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for key in ("loss", "grad_norm"):
+        values = [row[key] for row in expected]
+        assert [row[key] for row in rows] == pytest.approx(values, rel=relative), key
 
 
 # --------------------------------------------------------------------------------------------------
-# Jobs under torchrun, and runs of the pool in the background
+# Runs in the background, of processes and of ranks of the pool
+
+
+def torchrun(ranks: int, argv: list, *options: str, script: Path = ROOT / "train.py") -> list[str]:
+    """The command that starts a script under torchrun, or as one process without it."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", *options]
+        launcher += ["--nproc_per_node", ranks]
+    return [*map(str, [*launcher, script, *argv])]
 
 
 class Job:
-    """train.py under torchrun, or alone, in a session of its own."""
+    """A command in a session of its own, as if started from a terminal."""
 
-    def __init__(self, ranks: int, argv: list[str], folder: Path, *options: str):
+    def __init__(self, command: list, folder: Path, **options):
         folder.mkdir(exist_ok=True)
-        self.out, self.log = Path(argv[argv.index("--out") + 1]), folder / "printed.txt"
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", *options]
-            command += ["--nproc_per_node", str(ranks)]
+        self.log = folder / "printed.txt"
+        command = [*map(str, command)]
+        self.out = Path(command[command.index("--out") + 1]) if "--out" in command else None
         with open(self.log, "w") as file:
             self.process = subprocess.Popen(
-                [*command, str(ROOT / "train.py"), *argv],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
+                **options,
             )
+        AT_END.append(self.end)
 
     def printed(self) -> str:
         return self.log.read_text(errors="replace")
@@ -299,11 +330,14 @@ class Job:
 
     def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
         """Wait until the condition is true; fail if the job ends or the time is up before."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.printed()
-            assert time.monotonic() < deadline, self.printed()
-            time.sleep(0.01)
+
+        def is_met() -> object:
+            ended = self.process.poll() is not None
+            met = condition()
+            assert met or not ended, self.printed()
+            return met
+
+        wait_until(is_met, seconds, self.printed)
 
     def wait(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
@@ -317,32 +351,23 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def job(tokens, tmp_path):
-    """job(ranks, "--strategy fsdp", name, *options of torchrun): start train.py."""
-    started = []
-
-    def start(ranks: int, text: str = "", name: str = "run", *options: str) -> Job:
-        argv = arguments(tokens, tmp_path / name, text)
-        started.append(Job(ranks, argv, tmp_path / f"{name}.job", *options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.end()
-
-
-def arguments(tokens: Path, out: Path, text: str) -> list[str]:
-    """The arguments that the fixture `job` gives to train.py."""
-    return [*SMALL.split(), "--data", str(tokens), "--out", str(out), *text.split()]
+def wait_until(
+    condition: Callable[[], object], seconds: float = 60, said: Callable[[], str] = str
+) -> None:
+    """Wait until the condition is true; if the time is up before, fail with what `said` returns."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.002)
 
 
 class PoolJob:
     """A run on ranks of the pool, in the background, with methods of Job."""
 
-    def __init__(self, pool, argv: list[str], ranks: int = 2, run: Callable = run_command):
-        self.pool, self.out = pool, Path(argv[argv.index("--out") + 1])
-        self.answers = ThreadPoolExecutor(1).submit(pool, ranks, run, argv)
+    def __init__(self, argv: list[str], ranks: int = 2, run: Callable = run_command):
+        self.out = Path(argv[argv.index("--out") + 1])
+        self.answers = ThreadPoolExecutor(1).submit(POOL, ranks, run, argv)
+        AT_END.append(self.answers.exception)  # waits
 
     rows = Job.rows
 
@@ -351,14 +376,14 @@ class PoolJob:
         return self.answers.result()[0][1]
 
     def ranks(self) -> list[int]:
-        return [process.pid for process, _ in self.pool.workers[:2]]
+        return [process.pid for process, _ in POOL.workers[:2]]
 
     def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
+        def is_met() -> object:
             assert not self.answers.done(), self.answers.result()
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+            return condition()
+
+        wait_until(is_met, seconds)
 
     def wait(self) -> int:
         """Wait until all ranks have ended, with the same status; return it."""
@@ -371,8 +396,78 @@ class PoolJob:
         return answers[0][0]
 
 
+def fork_ranks(size: int, function: Callable, *arguments) -> list[multiprocessing.Process]:
+    """Start ranks that a test may kill. They are forked, so they need not import torch."""
+    port = free_port()
+
+    def play(rank: int) -> None:
+        end_with_parent()
+        os.environ |= variables(rank, size, port)
+        torch.set_num_threads(1)
+        sys.exit(function(*arguments))
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=play, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+        AT_END.append(process.kill)
+    return processes
+
+
 # --------------------------------------------------------------------------------------------------
-# Data
+# Parts of a run, in this process
+
+
+SOURCE = data.TokenFolder(Path("tokens"), np.dtype(np.uint16), 257, "bytes", "abc")
+CPU = dist.World(
+    rank=0,
+    size=1,
+    local_size=1,
+    device=torch.device("cpu"),
+    timeout=timedelta(seconds=600),
+    device_name="",
+    has_bfloat16=False,
+)
+
+
+def resolve(text: str, source: data.TokenFolder = SOURCE, **world) -> config.Run:
+    """Resolve a command line on one CPU, or in a world with these fields."""
+    if "size" in world:
+        world = {"local_size": world["size"], **world}
+    place = dataclasses.replace(CPU, **world)
+    return config.resolve(config.Config(**config.parse(text.split())), place, source, None)
+
+
+def build_run(argv: list[str]) -> SimpleNamespace:
+    """Build a run of train.py on this rank, up to its first step."""
+    world = dist.start(config.parse(argv).get("device", "auto"))
+    with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
+        run, here = start.start_run(argv, world, held)
+        state = trainer.build(run, here.mesh, trainer.empty_model(run))
+        trainer.load(state, here)
+    batches = trainer.micro_batches(run, here, state.step)
+    return SimpleNamespace(run=run, start=here, state=state, batches=batches, mesh=here.mesh)
+
+
+def train_step(built: SimpleNamespace, step: int) -> tuple:
+    """Take step number `step` of a run."""
+    built.state.step = step
+    lr = optim.learning_rate(step, built.run)
+    return trainer.train_step(built.state, built.batches, built.run, lr)
+
+
+def build_model(sizes: model.ModelConfig, seed: int = 0, **options) -> model.Transformer:
+    """A model on the CPU with its initial weights in float32."""
+    with torch.device("meta"):
+        decoder = model.Transformer(sizes, **options)
+    decoder.to_empty(device="cpu")
+    for name, parameter in decoder.named_parameters():
+        decoder.init_tensor(name, parameter, seed)
+    return decoder
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
 
 
 def write_tokens(folder: Path, seed: int = 1, documents: int = 40) -> Path:
@@ -391,11 +486,39 @@ def write_tokens(folder: Path, seed: int = 1, documents: int = 40) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory) -> Path:
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
-
-
 def copy_run(run: Path, to: Path) -> Path:
     """Copy a run folder, which a test may then damage."""
     return shutil.copytree(run, to)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """The contents of all files below a folder; None for a folder."""
+    found = {}
+    for path in folder.rglob("*"):
+        found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def flip(file: Path, place: int) -> None:
+    """Flip one bit of a byte."""
+    contents = bytearray(file.read_bytes())
+    contents[place] ^= 4
+    file.write_bytes(contents)
+
+
+def copy_with(folder: Path, *changes: tuple[str, str, str]) -> Path:
+    """Copy the project's code to `folder`, with changes: (file, old text, which occurs once, new).
+
+    A fault that is planted in this way is what a person could commit.
+    """
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for path in ROOT.glob("*.py"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(path, folder)
+    for name in ("extras", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    for name, old, new in changes:
+        source = (folder / name).read_text()
+        assert source.count(old) == 1, (name, old)
+        (folder / name).write_text(source.replace(old, new))
+    return folder
