@@ -29,7 +29,7 @@ def run_on_gpu(function: str, *arguments) -> dict:
 
 
 @pytest.mark.slow(proves="what the script itself does on a CUDA device")
-def test_ceilings_and_ranks_that_share_a_fake_gpu(gpus, tmp_path):
+def test_ceilings_and_ranks_that_share_a_fake_gpu(gpus, tmp_path):  # noqa: F811
     (found,) = gpus(1, run_on_gpu, "ceilings")
     assert len(found) == 2 + 4 + 4 * 2 * 4 + 2
     products = [speed for name, speed in found.items() if name[0].isdigit()]

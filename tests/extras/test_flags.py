@@ -19,13 +19,13 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_flag_has_the_effect_that_its_row_names(see, name):
+def test_a_flag_has_the_effect_that_its_row_names(see, name):  # noqa: F811
     row = ROWS[name]
     with_flag, without = see(row.ranks, f"{row.flags} --{row.flag}"), see(row.ranks, row.flags)
     assert_seen(row, with_flag, without)
 
 
-def test_training_does_not_wait_for_an_asynchronous_save(see):
+def test_training_does_not_wait_for_an_asynchronous_save(see):  # noqa: F811
     for flags, waits in (("", True), ("--async_save", False)):
         saves = see(1, f"--save_interval 1 {flags}").run.rows("blocking_seconds")
         assert len(saves) == 5
