@@ -232,8 +232,6 @@ data moved
 copy:trained:run copy:tokens:data | --data {root}/data --max_steps 3 |\
     steps 1 2 3; like; says {tokens} -> {root}/data
 # --config
-config of another run
-| bare --config {trained}/config.json --max_steps 3 | steps 1 2 3; like
 a file before the run's own flags
 copy:trained:run write:mine.json:{"max_steps":3,"lr":null} | bare --config {root}/mine.json |\
     steps 1 2 3; like
@@ -264,8 +262,6 @@ finished
 copy:trained:run | | says step 2, max_steps is 2
 fewer steps than done
 copy:trained:run | --max_steps 1 | says step 2, max_steps is 1
---eval_only
-copy:trained:run | bare --eval_only | val 2
 --eval_only on two ranks
 copy:trained:run | x2 --eval_only --strategy fsdp --micro_batch_size 3 | val 2
 --eval_only of other weights, with their flags
