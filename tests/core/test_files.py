@@ -11,18 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import rig
 import torch
-from rig import (
-    Run,
-    arguments,
-    cells,
-    copy_run,
-    flip,
-    fork_ranks,
-    full_tensors,
-    run_command,
-    snapshot,
-)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -35,12 +25,12 @@ FLAGS = "--strategy fsdp --save_interval 2 --max_steps 4 --keep_every 1"
 
 
 @pytest.fixture(scope="module")
-def trained(pool, tokens, tmp_path_factory) -> Run:
+def trained(pool, tokens, tmp_path_factory) -> rig.Run:
     """A run of two ranks with checkpoints of steps 2 and 4. Tests damage copies of it."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    answers = pool(2, run_command, arguments(tokens, out, FLAGS))
+    answers = pool(2, rig.run_command, rig.arguments(tokens, out, FLAGS))
     assert [status for status, _, _ in answers] == [0, 0]
-    return Run(out, *answers[0])
+    return rig.Run(out, *answers[0])
 
 
 def new_saver(run: Path, report: Callable = lambda row, line: None) -> checkpoint.Saver:
@@ -66,7 +56,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "has another bit": lambda file: flip(file, -5),
+    "has another bit": lambda file: rig.flip(file, -5),
     "is cut": lambda file: os.truncate(file, file.stat().st_size // 2),
     "is missing": Path.unlink,
 }
@@ -79,10 +69,10 @@ manifest.json          | is missing
 """
 
 
-@pytest.mark.parametrize("name, damage", cells(ROWS))
+@pytest.mark.parametrize("name, damage", rig.cells(ROWS))
 def test_a_damaged_checkpoint_is_passed_over(train, trained, tmp_path, name, damage):
     """The start names it, continues from the older one, and replaces it."""
-    out = copy_run(trained.out, tmp_path / "run")
+    out = rig.copy_run(trained.out, tmp_path / "run")
     old, new = checkpoint.list_checkpoints(out)
     DAMAGES[damage](new / name)
     assert checkpoint.verify(new)
@@ -98,27 +88,15 @@ def test_a_damaged_checkpoint_is_passed_over(train, trained, tmp_path, name, dam
 
 def test_a_start_without_an_intact_checkpoint_is_refused(train, trained, tmp_path):
     """In one line, which is not taken for gloo's error of a lost rank, although it has gloo/."""
-    out = copy_run(trained.out, tmp_path / "gloo/run")
+    out = rig.copy_run(trained.out, tmp_path / "gloo/run")
     old, new = checkpoint.list_checkpoints(out)
-    flip(new / RANK0, -5)
+    rig.flip(new / RANK0, -5)
     (old / "index.json").unlink()
-    before = snapshot(out)
+    before = rig.snapshot(out)
     run = train(2, FLAGS, "gloo/run")
-    assert (run.status, snapshot(out)) == (1, before)
+    assert (run.status, rig.snapshot(out)) == (1, before)
     assert str(old) in run.error and str(new) in run.error
     assert "\n" not in run.error.strip() and "a rank died" not in run.error
-
-
-def test_a_checkpoint_of_another_format_is_refused(train, trained, tmp_path):
-    """No older checkpoint is used instead: the code that wrote this one can read it."""
-    out = copy_run(trained.out, tmp_path / "run")
-    path = checkpoint.step_path(out, 4)
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"format": 3', '"format": 2'))
-    before = snapshot(out)
-    run = train(2, FLAGS)
-    assert (run.status, snapshot(out)) == (1, before)
-    assert str(path) in run.error
 
 
 def test_a_change_of_any_file_is_found(tmp_path):
@@ -138,21 +116,21 @@ def test_a_change_of_any_file_is_found(tmp_path):
 
     for name, file in files.items():
         for place in range(0, len(file), 1 + len(file) // 8):
-            flip(path / name, place)
+            rig.flip(path / name, place)
             assert name in checkpoint.verify(path), place
-            flip(path / name, place)
+            rig.flip(path / name, place)
         (path / name).write_bytes(file + b"\0")
         assert name in checkpoint.verify(path)
         (path / name).write_bytes(file)
 
     file = path / "manifest.json"
     for place in range(file.stat().st_size):
-        flip(file, place)
+        rig.flip(file, place)
         with contextlib.suppress(checkpoint.FormatError):
             if checkpoint.verify(path) is None:
                 changed = checkpoint.read_manifest(path)
                 assert (changed["files"], changed["format"]) == (manifest["files"], 3), place
-        flip(file, place)
+        rig.flip(file, place)
     (tmp_path / "outside").write_bytes(b"contents")
     file.write_text(file.read_text().replace("my.json", "../../outside"))
     assert checkpoint.verify(path)
@@ -235,6 +213,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     tensors, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         assert entry["data_offsets"][0] == end
+        assert (start + end) % DTYPES[entry["dtype"]].itemsize == 0  # as a memory map needs it
         end = entry["data_offsets"][1]
         values = bytearray(file[start:][slice(*entry["data_offsets"])])
         tensors[name] = torch.frombuffer(values, dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
@@ -284,7 +263,7 @@ def test_every_dtype_comes_back_or_is_converted(tmp_path):
     assert len(state) == 2 + 10
     path = tmp_path / "checkpoint"
     checkpoint.save_state(path, state, {"step": 1})
-    torch.testing.assert_close(full_tensors(path), state, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rig.full_tensors(path), state, rtol=0, atol=0, equal_nan=True)
     for dtype in (torch.bfloat16, torch.float64):
         converted = torch.zeros(64, dtype=dtype)
         checkpoint.load_state(path, {"I32": converted})
@@ -311,7 +290,7 @@ KEPT = """
 """
 
 
-@pytest.mark.parametrize("flags, steps", cells(KEPT))
+@pytest.mark.parametrize("flags, steps", rig.cells(KEPT))
 def test_a_run_keeps_exactly_these_checkpoints(train, tmp_path, flags, steps):
     """Copies that a user made beside them stay."""
     copies = ["step-00000001-copy", "step-3"]
@@ -376,8 +355,8 @@ def save_and_die(number: int, run: Path, step: int) -> None:
 def killed_saves(earlier: Path, folder: Path, step: int) -> Iterator[Path]:
     """Copies of a run in which the save of a step was killed ever later, until it has ended."""
     for number in itertools.count(1):
-        run = copy_run(earlier, folder / str(number))
-        (process,) = fork_ranks(1, save_and_die, number, run, step)
+        run = rig.copy_run(earlier, folder / str(number))
+        (process,) = rig.fork_ranks(1, save_and_die, number, run, step)
         process.join(60)
         assert process.exitcode in (0, -signal.SIGKILL)
         yield run
@@ -394,7 +373,7 @@ def test_a_save_killed_anywhere_loses_no_checkpoint(tmp_path, step):
     for saved_step in (1, 2):
         save_one(tmp_path / "earlier", saved_step)
     if step == 2:
-        flip(checkpoint.step_path(tmp_path / "earlier", 2) / RANK0, -5)
+        rig.flip(checkpoint.step_path(tmp_path / "earlier", 2) / RANK0, -5)
     intact, left = [], set()
     for run in killed_saves(tmp_path / "earlier", tmp_path, step):
         paths = checkpoint.list_checkpoints(run)

@@ -185,6 +185,8 @@ copy:trained:run | --max_steps 3 | steps 1 2 3; like; says step-00000002, max_st
 copy of one checkpoint
 copy:trained:run remove:run/*.json* remove:run/*/*1 | --max_steps 4 |\
     steps 3 4; evaluated 2 3 4; like
+checkpoint of another format, which other code can read
+copy:trained:run edit:run/*/*2/manifest.json:{"format":2} | x2 | status 1; says step-00000002
 no checkpoint yet
 copy:trained:run remove:run/metrics* remove:run/checkpoints edit:run/config.json:{"max_steps":3} |\
     bare | steps 1 2 3; like
