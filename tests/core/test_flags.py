@@ -7,21 +7,17 @@ nothing.
 """
 
 import functools
-import itertools
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from rig import SMALL, Run, run_command, write_tokens
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from rig import SMALL, Operations, Run, cells, copy_run, run_command, write_tokens
 
-# The flag and its value | ranks | flags of both runs | what differs: see SEEN
+# The flag and its value | ranks | flags of both runs | what differs: see assert_seen
 # {other} is another token folder, {file} a file with {"lr": 1e-4}, {first} a run of one step, and
 # both runs continue a copy of it if they have the word "again".
 TABLE = """
@@ -72,59 +68,28 @@ allow_changes              | 1 | again --lr 1e-4               | status 0
 ELSEWHERE = {
     "out": "test_flags.py::test_a_flag_has_the_effect_that_its_row_names",
     "compile": "test_rare.py::test_a_compiled_run_has_the_numbers_of_the_plain_one",
-    "tracker": "test_wandb.py::test_rank_0_sends_every_row_once",
+    "tracker": "test_wandb.py::test_rank_0_sends_every_row_once_to_one_page_even_if_that_fails",
     "timeout": "test_kill.py::test_a_rank_that_hangs_ends_the_job_by_a_line_that_names_it",
 }
 # Flags of extras: tests/extras/test_flags.py has their rows
 EXTRAS = {"tp", "optimizer", "loss_chunks", "async_save", "profile"}
+ROWS = {flag.split()[0]: (flag, *line) for flag, *line in cells(TABLE)}
 
-
-class Row(NamedTuple):
-    flag: str  # and its value, if it has one
-    ranks: int
-    flags: str  # of both runs
-    seen: str  # what differs
-
-
-def cells(table: str) -> list[list[str]]:
-    """The cells of each line of a table, without lines that are comments."""
-    lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines]
-
-
-def parse_table(table: str) -> dict[str, Row]:
-    """The rows of a table, by the names of their flags."""
-    return {
-        flag.split()[0]: Row(flag, int(ranks), flags, seen)
-        for flag, ranks, flags, seen in cells(table)
-    }
-
-
-ROWS = parse_table(TABLE)
 
 # --------------------------------------------------------------------------------------------------
 # What can be seen of a run
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch by name, such as aten::mm and c10d::allreduce_."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls operations on its local tensors
-        self.counts[function._schema.name] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def run_and_count(argv: list[str]) -> tuple[int, str, str, Counter]:
-    """Run train.command on this rank; also return how often it called each operation."""
-    with Operations() as operations:
+    """Run train.command on this rank; also return how often it called each operation of torch."""
+    counts = Counter()
+
+    def see(operation, arguments, result) -> None:
+        counts[operation._schema.name] += 1  # for example aten::mm or c10d::allreduce_
+
+    with Operations(see):
         answer = run_command(argv)
-    return *answer, operations.counts
+    return *answer, counts
 
 
 class Seen(NamedTuple):
@@ -140,61 +105,29 @@ class Seen(NamedTuple):
         return sum(count for name, count in self.operations.items() if operation in name)
 
 
-def see_column(with_flag: Seen, without: Seen, name: str, _from: str, step: str) -> None:
-    """The first step at which the column differs by more than rounding."""
-    values, others = with_flag.column(name), without.column(name)
-    assert values.keys() == others.keys()
-    changed = [each for each in values if values[each] != pytest.approx(others[each], rel=1e-6)]
-    assert changed and changed[0] == int(step)
-
-
-def see_rows(with_flag: Seen, without: Seen, name: str, *steps: str) -> None:
-    """The steps of the rows that have the column."""
-    assert [*with_flag.column(name)] == [*map(int, steps)] != [*without.column(name)]
-
-
-def see_files(with_flag: Seen, without: Seen, sign: str, name: str) -> None:
-    """A file or folder that only one of the runs has."""
-    found, other = ([*seen.run.out.rglob(name)] for seen in (with_flag, without))
-    assert bool(found) == (sign == "+") != bool(other)
-
-
-def see_text(with_flag: Seen, without: Seen, text: str) -> None:
-    """A text that the run prints; the other one may print it as well."""
-    assert text in with_flag.run.printed
-
-
-def see_status(with_flag: Seen, without: Seen, status: str) -> None:
-    assert with_flag.run.status == int(status) != without.run.status
-
-
-def see_more(with_flag: Seen, without: Seen, operation: str) -> None:
-    assert with_flag.count(operation) > without.count(operation)
-
-
-def see_fewer(with_flag: Seen, without: Seen, operation: str) -> None:
-    assert with_flag.count(operation) < without.count(operation)
-
-
-# By the first word; another word is a column
-SEEN = {
-    "rows": see_rows,
-    "files": see_files,
-    "says": see_text,
-    "status": see_status,
-    "more": see_more,
-    "fewer": see_fewer,
-}
-
-
-def assert_seen(row: Row, with_flag: Seen, without: Seen) -> None:
-    """Fail unless the runs differ in what the row says."""
-    for what in row.seen.split(";"):
-        first, *rest = what.split()
-        if first in SEEN:
-            SEEN[first](with_flag, without, *rest)
-        else:
-            see_column(with_flag, without, first, *rest)
+def assert_seen(what: str, with_flag: Seen, without: Seen) -> None:
+    """Fail unless the runs differ in this way."""
+    match what.split():
+        case [name, "from", step]:  # the first at which a column differs by more than rounding
+            values, others = with_flag.column(name), without.column(name)
+            assert values.keys() == others.keys()
+            rounded = {each: pytest.approx(others[each], rel=1e-6) for each in others}
+            assert [each for each in values if values[each] != rounded[each]][:1] == [int(step)]
+        case ["rows", name, *steps]:  # that have the column
+            assert [*with_flag.column(name)] == [*map(int, steps)] != [*without.column(name)]
+        case ["files", sign, name]:  # a file or folder that only one of the runs has
+            found, other = ([*seen.run.out.rglob(name)] for seen in (with_flag, without))
+            assert bool(found) == (sign == "+") != bool(other)
+        case ["status", status]:
+            assert with_flag.run.status == int(status) != without.run.status
+        case ["says", text]:  # the other run may say it as well
+            assert text in with_flag.run.printed
+        case ["more", operation]:
+            assert with_flag.count(operation) > without.count(operation)
+        case ["fewer", operation]:
+            assert with_flag.count(operation) < without.count(operation)
+        case _:
+            raise ValueError(what)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,35 +135,37 @@ def assert_seen(row: Row, with_flag: Seen, without: Seen) -> None:
 
 
 @pytest.fixture(scope="module")
-def see(pool, tokens, tmp_path_factory):
-    """see(ranks, "FLAGS"): a run with SMALL and these flags."""
+def see_row(pool, tokens, tmp_path_factory):
+    """see_row(*row): run it with its flag and without it, and compare the runs."""
     root = tmp_path_factory.mktemp("flags")
     others = {"other": root / "other", "file": root / "flags.json", "first": root / "first"}
     write_tokens(others["other"], seed=2)
     others["file"].write_text(json.dumps({"lr": 1e-4}))
     small = f"{SMALL.replace('--lr 3e-3', '')} --data {tokens}"  # so that a file can give --lr
     pool(1, run_command, f"{small} --max_steps 1 --out {others['first']}".split())
-    numbers = itertools.count()
 
     @functools.cache
-    def call(ranks: int, flags: str) -> Seen:
-        out = root / f"run-{next(numbers)}"
+    def run(ranks: str, flags: str) -> Seen:
+        out = tmp_path_factory.mktemp("flags") / "run"
         if flags.startswith("again"):
-            shutil.copytree(others["first"], out)
+            copy_run(others["first"], out)
         argv = f"{small} --out {out} {flags.removeprefix('again')}".format(**others).split()
-        (status, printed, error, operations), *_ = pool(ranks, run_and_count, argv)
-        return Seen(Run(out, status, printed, error), operations)
+        *answer, operations = pool(int(ranks), run_and_count, argv)[0]
+        return Seen(Run(out, *answer), operations)
+
+    def call(flag: str, ranks: str, flags: str, seen: str) -> None:
+        with_flag, without = run(ranks, f"{flags} --{flag}"), run(ranks, flags)
+        for what in seen.split(";"):
+            assert_seen(what, with_flag, without)
 
     return call
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_flag_has_the_effect_that_its_row_names(see, name):
-    row = ROWS[name]
+def test_a_flag_has_the_effect_that_its_row_names(see_row, name):
     if name == "device" and torch.cuda.is_available():
         pytest.skip("with a GPU, --device cuda is not refused")
-    with_flag, without = see(row.ranks, f"{row.flags} --{row.flag}"), see(row.ranks, row.flags)
-    assert_seen(row, with_flag, without)
+    see_row(*ROWS[name])
 
 
 def test_every_flag_has_a_row_or_a_test():

@@ -17,10 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed
-from rig import SMALL, Job, Run, copy_run, full_tensors, run_command
+from rig import SMALL, Job, Operations, Run, copy_run, full_tensors, run_command
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
@@ -180,25 +178,20 @@ def test_a_mesh_has_the_numbers_of_one_rank(trained, name):
 KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 
 
-class Sent(TorchDispatchMode):
-    """Counts collectives: {(kind, ranks in the group): (messages, bytes of full tensors)}.
+class Sent:
+    """Counts collectives: {(kind, ranks in the group): messages} and their bytes of full tensors.
 
     Groups of one rank send nothing. A single number, for example a request to stop, is no traffic.
     """
 
     def __init__(self):
-        super().__init__()
         self.messages, self.bytes = Counter(), Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls operations on its local tensors
-        result = function(*args, **(kwargs or {}))
-        namespace, _, name = function._schema.name.partition("::")
+    def see(self, operation, arguments: tuple, result: object) -> None:
+        namespace, _, name = operation._schema.name.partition("::")
         found = [kind for kind in KINDS if name.replace("_", "").startswith(kind)]
         if found and namespace in ("c10d", "_c10d_functional"):
-            self.count(found[0], group_size(args), [*args, result])
-        return result
+            self.count(found[0], group_size(arguments), [*arguments, result])
 
     def count(self, kind: str, ranks: int, values: list) -> None:
         tensors = [[x for x in tree_leaves(value) if torch.is_tensor(x)] for value in values]
@@ -218,14 +211,14 @@ def group_size(args) -> int:
 
 def count_sent(argv: list[str]) -> list[dict]:
     """Return what a run had sent at the beginning of each forward pass in training."""
-    found = []
+    found, sent = [], Sent()
 
     def see(module: nn.Module, inputs: tuple) -> None:
         is_real = isinstance(module, Transformer) and not inputs[0].is_meta
         if is_real and torch.is_grad_enabled():
             found.append({key: (sent.messages[key], sent.bytes[key]) for key in sent.messages})
 
-    with Sent() as sent, nn.modules.module.register_module_forward_pre_hook(see):
+    with Operations(sent.see), nn.modules.module.register_module_forward_pre_hook(see):
         succeed([run_command(argv)])
     return found
 

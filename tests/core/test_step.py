@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rig import SMALL, read_rows, run_command
+from rig import SMALL, Operations, read_rows, run_command
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import data
@@ -298,28 +297,27 @@ def test_a_manifest_without_a_field_gives_its_default():
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class HostSyncs(TorchDispatchMode):
-    """Counts operations for which a host would wait until a GPU has computed a value.
+def waits_for_device(operation, arguments) -> bool:
+    """Whether a host would wait until a GPU has computed a value.
 
-    Their results, or the shapes of their results, depend on the values of a tensor: item and equal,
-    for example, nonzero, and an index that is a mask.
+    The results, or the shapes of results, then depend on the values of a tensor: those of item and
+    equal, for example, of nonzero, and of an index that is a mask.
     """
-
-    count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        waits = not WAITS.isdisjoint(operator.tags)
-        if operator.overloadpacket is torch.ops.aten.index:
-            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
-        self.count += waits
-        return operator(*args, **(kwargs or {}))
+    if operation.overloadpacket is torch.ops.aten.index:
+        return any(index is not None and index.dtype == torch.bool for index in arguments[1])
+    return not WAITS.isdisjoint(operation.tags)
 
 
 def count_syncs(argv: list[str]) -> tuple[int, int]:
     """Run train.command on this rank; return its status and the number of host syncs."""
-    with HostSyncs() as syncs:
+    waits = []
+
+    def see(operation, arguments, result) -> None:
+        waits.append(waits_for_device(operation, arguments))
+
+    with Operations(see):
         status, _, _ = run_command(argv)
-    return status, syncs.count
+    return status, sum(waits)
 
 
 MESHES = {
