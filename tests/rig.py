@@ -41,7 +41,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of this process and of all ranks
 os.environ["RES_OPTIONS"] = "timeout:1"  # without a name server, torch's store waits 1 s, not 5
 
 import torch  # noqa: E402
-from torch.distributed.tensor import debug  # noqa: E402
+from torch.distributed.tensor import DTensor, debug  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import checkpoint  # noqa: E402
 import config  # noqa: E402
@@ -464,6 +465,21 @@ def build_model(sizes: model.ModelConfig, seed: int = 0, **options) -> model.Tra
     for name, parameter in decoder.named_parameters():
         decoder.init_tensor(name, parameter, seed)
     return decoder
+
+
+class Operations(TorchDispatchMode):
+    """Calls see(operation, arguments, result) for each operation of torch on this rank."""
+
+    def __init__(self, see: Callable):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then calls operations on its local tensors
+        result = operation(*args, **(kwargs or {}))
+        self.see(operation, args, result)
+        return result
 
 
 # --------------------------------------------------------------------------------------------------

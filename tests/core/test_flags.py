@@ -17,9 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from rig import SMALL, Run, run_command, write_tokens
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from rig import SMALL, Operations, Run, run_command, write_tokens
 
 # The flag and its value | ranks | flags of both runs | what differs: see SEEN
 # {other} is another token folder, {file} a file with {"lr": 1e-4}, {first} a run of one step, and
@@ -106,25 +104,16 @@ ROWS = parse_table(TABLE)
 # What can be seen of a run
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch by name, such as aten::mm and c10d::allreduce_."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls operations on its local tensors
-        self.counts[function._schema.name] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def run_and_count(argv: list[str]) -> tuple[int, str, str, Counter]:
-    """Run train.command on this rank; also return how often it called each operation."""
-    with Operations() as operations:
+    """Run train.command on this rank; also return how often it called each operation of torch."""
+    counts = Counter()
+
+    def see(operation, arguments, result) -> None:
+        counts[operation._schema.name] += 1  # for example aten::mm or c10d::allreduce_
+
+    with Operations(see):
         answer = run_command(argv)
-    return *answer, operations.counts
+    return *answer, counts
 
 
 class Seen(NamedTuple):
