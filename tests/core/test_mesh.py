@@ -2,7 +2,7 @@
 
 Each row of TABLE is a mesh with a policy. It is trained once, and so is one rank with the same
 flags for the numbers. The tests of this file read what these runs have left: the log, statistics of
-each parameter, checkpoints, and a trace of what each rank has sent. They also continue a row from
+each parameter, checkpoints, and notes of what each rank has sent. They also continue a row from
 its first checkpoint, on its own mesh and on that of another row.
 """
 
@@ -15,10 +15,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed
-from rig import Run, arguments, assert_same_bits, cells, run_command
+from rig import Operations, Run, arguments, assert_same_bits, cells, run_command
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
@@ -85,65 +83,60 @@ KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Trace(TorchDispatchMode):
-    """Notes each message as (kind, ranks in its group, bytes of the full tensors).
+class Notes(list):
+    """What a rank sends in a step, and where its host waits.
 
-    Groups of one rank send nothing. No traffic of a step are single numbers, for example a request
-    to stop, and rows of the log, which are in float64.
+    A message is (kind, ranks in its group, bytes of the full tensors). Groups of one rank send
+    nothing. No traffic of a step are single numbers, for example a request to stop, and rows of the
+    log, which are in float64.
 
-    Also notes ("wait", operation) where a host would wait until a GPU has computed a value, because
-    a result, or its shape, depends on the values of a tensor: item and equal, for example, nonzero,
-    and an index that is a mask.
+    ("wait", operation): here a host would wait until a GPU has computed a value, because a result,
+    or its shape, depends on the values of a tensor. So do item and equal, for example, nonzero, and
+    an index that is a mask.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.notes: list[tuple] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls operations on its local tensors
-        result = function(*args, **(kwargs or {}))
-        namespace, _, name = function._schema.name.partition("::")
-        waits = not WAITS.isdisjoint(function.tags)
-        if function.overloadpacket is torch.ops.aten.index:
-            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+    def see(self, operation, arguments: tuple, result: object) -> None:
+        namespace, _, name = operation._schema.name.partition("::")
+        waits = not WAITS.isdisjoint(operation.tags)
+        if operation.overloadpacket is torch.ops.aten.index:
+            waits = any(index is not None and index.dtype == torch.bool for index in arguments[1])
         if waits:
-            self.notes.append(("wait", name))
+            self.append(("wait", name))
         found = [kind for kind in KINDS if name.replace("_", "").startswith(kind)]
         if found and namespace in ("c10d", "_c10d_functional"):
-            self.note_message(found[0], group_size(args), [*args, result])
-        return result
+            self.see_message(found[0], group_size(arguments), [*arguments, result])
 
-    def note_message(self, kind: str, ranks: int, values: list) -> None:
+    def see_message(self, kind: str, ranks: int, values: list) -> None:
         tensors = [[x for x in tree_leaves(value) if torch.is_tensor(x)] for value in values]
         largest = max(sum(tensors, []), key=torch.numel)
         if ranks > 1 and largest.numel() > 1 and largest.dtype != torch.float64:
-            self.notes.append((kind, ranks, max(sum(x.nbytes for x in each) for each in tensors)))
+            self.append((kind, ranks, max(sum(x.nbytes for x in each) for each in tensors)))
 
 
-def group_size(args) -> int:
+def group_size(arguments) -> int:
     """The number of ranks of the group among the arguments of a collective."""
-    for leaf in tree_leaves(args):
+    for leaf in tree_leaves(arguments):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return torch.distributed.ProcessGroup.unbox(leaf).size()
     # Functional collectives, as DTensor calls them, name their group instead.
-    return torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
+    return torch.distributed.distributed_c10d._resolve_process_group(arguments[-1]).size()
 
 
-def run_and_trace(argv: list[str]) -> tuple[int, str, list[list[tuple]]]:
+def run_and_note(argv: list[str]) -> tuple[int, str, list[Notes]]:
     """Run train.command; return its status, its error, and notes from each forward pass on."""
-    passes = []
+    passes = [Notes()]
 
-    def see(module: nn.Module, inputs: tuple) -> None:
+    def begin(module: nn.Module, inputs: tuple) -> None:
         is_real = isinstance(module, Transformer) and not inputs[0].is_meta
         if is_real and torch.is_grad_enabled():
-            trace.notes = []
-            passes.append(trace.notes)
+            passes.append(Notes())
 
-    with Trace() as trace, nn.modules.module.register_module_forward_pre_hook(see):
+    def see(*operation) -> None:
+        passes[-1].see(*operation)
+
+    with Operations(see), nn.modules.module.register_module_forward_pre_hook(begin):
         status, _, error = run_command(argv)
-    return status, error, passes
+    return status, error, passes[1:]
 
 
 class Trained(NamedTuple):
@@ -159,7 +152,7 @@ def trained(pool, tokens, tmp_path_factory):
     @functools.cache
     def train(name: str) -> Trained:
         row = (ROWS | SINGLE)[name]
-        answers = pool(row.ranks, run_and_trace, arguments(tokens, root / name, row.flags()))
+        answers = pool(row.ranks, run_and_note, arguments(tokens, root / name, row.flags()))
         n, notes = row.micro_batches, []
         for status, error, passes in answers:
             assert (status, error) == (0, "")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from rig import SMALL, cells
 from torch import Tensor
 
-# name | flags. Of 47 windows of 528 tokens, 60 are read, so the second epoch has begun.
+# name | flags. Of 45 windows of 528 tokens, 60 are read, so the second epoch has begun.
 TABLE = """
 accumulation | --global_batch_size 12 --micro_batch_size 3
 long         | --model tinyllama-1.1b --seq_len 528 --global_batch_size 3 --schedule wsd
