@@ -1,69 +1,41 @@
-"""The numbers of runs with extras are the recorded ones.
+"""Runs with extras have recorded numbers: those of core/golden.json under tensor parallelism.
 
-Tensor parallelism changes none of the numbers in core/golden.json. golden.json has those of Muon,
-on one rank. After a change that is meant to change them,
+After a change that is meant to alter the numbers of Muon, which are in golden.json,
 
-    PYTHONPATH=tests python -m tests.extras.test_golden
+    RECORD=1 pytest -n 0 tests/extras/test_golden.py -k muon
 
 writes them again, and the commit says why.
 """
 
-import json
-import tempfile
 from pathlib import Path
 
 import pytest
+from core.test_golden import BASE, assert_recorded
 from core.test_golden import FILE as CORE_FILE
-from core.test_golden import FSDP, HSDP, NUMBERS, TOLERANCES, assert_numbers, numbers_of, run
-from rig import POOL, write_tokens
+from rig import cells
 
 FILE = Path(__file__).with_name("golden.json")
-MUON = "--optimizer muon --lr 3e-3"  # at 1e-2, rounding grows faster
-# ranks, flags of the mesh and its policy, and a key of NUMBERS
-TP_ROWS = {
-    "tp 2": (2, "--strategy single --tp 2", "plain"),
-    "ddp x tp 2": (4, "--strategy ddp --tp 2 --micro_batch_size 2", "plain"),
-    "fsdp x tp 2": (4, f"{FSDP} --tp 2", "plain"),
-    "fsdp x tp 2, untied": (4, f"{FSDP} --tp 2 --micro_batch_size 1", "untied"),
-}
-MORE_MESHES = pytest.mark.slow(proves="the recorded numbers on further meshes")
-MUON_ROWS = {
-    "single": (1, ""),
-    "ddp 2": (2, "--strategy ddp"),
-    "fsdp 2": (2, FSDP),
-    "hsdp 2x2": (4, f"{HSDP} --micro_batch_size 1"),
-    "fsdp x tp 2": (4, f"{FSDP} --tp 2"),
-}
+FSDP = "--strategy fsdp --wrap block"
+# recorded as | ranks | flags
+TP_TABLE = f"""
+untied | 4 | {FSDP} --tp 2 --micro_batch_size 1 --model tinyllama-1.1b
+plain  | 4 | --strategy ddp --tp 2 --micro_batch_size 2
+"""
+MUON_TABLE = f"""
+muon   | 1 |
+muon   | 4 | --strategy hsdp --wrap block --dp_shard 2 --micro_batch_size 1
+muon   | 4 | {FSDP} --tp 2
+"""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "fsdp x tp 2")) for name in TP_ROWS]
-)
-def test_tensor_parallelism_changes_no_recorded_number(pool, tokens, tmp_path, name):
-    ranks, flags, numbers = TP_ROWS[name]
-    out = run(pool, tokens, tmp_path / "run", ranks, f"{NUMBERS[numbers]} {flags}")
-    expected = json.loads(CORE_FILE.read_text())["numbers"][numbers]
-    assert_numbers(numbers_of(out), expected, TOLERANCES[numbers])
+@pytest.mark.parametrize("name, ranks, flags", cells(TP_TABLE))
+def test_tensor_parallelism_changes_no_recorded_number(train, name, ranks, flags):
+    run = train(int(ranks), f"{BASE} {flags}")
+    assert_recorded(run, CORE_FILE, name, 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[MORE_MESHES] * (name != "hsdp 2x2")) for name in MUON_ROWS]
-)
-def test_muon_has_the_recorded_numbers_on_any_mesh(pool, tokens, tmp_path, name):
-    ranks, flags = MUON_ROWS[name]
-    out = run(pool, tokens, tmp_path / "run", ranks, f"{MUON} {flags}")
-    expected = json.loads(FILE.read_text())["muon"]
-    assert_numbers(numbers_of(out), expected, TOLERANCES["plain"])
-
-
-def write() -> None:
-    """Write golden.json from a run on one rank."""
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
-        root = Path(folder)
-        muon = numbers_of(run(POOL, write_tokens(root / "tokens"), root / "run", 1, MUON))
-        POOL.stop()
-    FILE.write_text(json.dumps({"muon": muon}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    write()
+@pytest.mark.parametrize("name, ranks, flags", cells(MUON_TABLE))
+def test_muon_has_the_recorded_numbers_on_any_mesh(train, name, ranks, flags):
+    """At a lr of 1e-2, rounding would grow faster."""
+    run = train(int(ranks), f"{BASE} --optimizer muon --lr 3e-3 {flags}")
+    assert_recorded(run, FILE, name, 1e-5, 1e-4)
