@@ -1,233 +1,164 @@
 """--profile START:STOP: a trace and figures of each rank, and the same numbers as without."""
 
-import contextlib
-import io
+import itertools
 import json
 import os
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from old import documented_fields, listen
-from rig import build_run, train_step
+from rig import ROOT, cells, read_rows, run_command
+from torch.autograd import profiler as torch_profiler
 from torch.autograd.profiler_util import FunctionEvent
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import dist
-from errors import UsageError
-from extras import profile as profiling
-from log import Log
+from extras.profile import HostSyncCounter, Profiler
 
 
-@pytest.mark.parametrize("ranks, mesh", [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_profiled_run_has_the_same_numbers_and_no_host_syncs(train, ranks, mesh):
-    flags = f"--strategy {mesh} --dtype bfloat16"
-    plain = train(ranks, flags, "plain")
-    run = train(ranks, f"{flags} --profile 1:3", "profiled")
-    assert (plain.status, run.status) == (0, 0), run.error
-    assert [each["loss"] for each in run.rows()] == [each["loss"] for each in plain.rows()]
-    for rank in range(ranks):
-        figures = json.loads((run.out / f"profile/rank_{rank}.json").read_text())
-        assert figures["steps"] == [2, 3]
-        assert not figures["host_syncs"]
-        for each in figures["communicated"]:
-            gathers = each["kind"] == "all_gather"
-            assert each["dtypes"] == (["bfloat16"] if gathers else ["float32"])
+def run_with(argv: list[str], at_pass: Callable[[int], None]) -> tuple[int, str, str]:
+    """Train; call at_pass(n) in forward pass n of the training."""
+    passes = itertools.count(1)
+
+    def see(module: torch.nn.Module, inputs: tuple) -> None:
+        is_real = isinstance(module, torch.nn.Embedding) and not inputs[0].is_meta
+        if is_real and torch.is_grad_enabled():
+            at_pass(next(passes))
+
+    with register_module_forward_pre_hook(see):
+        return run_command(argv)
 
 
-def profiled(argv: list[str]) -> tuple[int, str]:
-    """Train. From step 4 on, steps have a host sync, and rank 1 sleeps in two."""
-    steps = []
-
-    def ask(module: torch.nn.Module, inputs: tuple) -> None:
-        if not isinstance(module, torch.nn.Embedding) or inputs[0].is_meta:
-            return
-        if not torch.is_grad_enabled():
-            return
-        steps.append(module)
-        if len(steps) > 3:
-            torch.ones(()).item()  # here
-        if int(os.environ.get("RANK", 0)) == 1 and 3 < len(steps) <= 5:
-            threading.Event().wait(0.7)  # `listen` replaces time.sleep
-
-    with torch.nn.modules.module.register_module_forward_pre_hook(ask):
-        status, out, _ = listen(argv)
-    return status, out
+def disturb(n: int) -> None:
+    """From pass 4 on, each pass has a host sync, and rank 1 sleeps in two of them."""
+    if n > 3:
+        torch.ones(()).item()  # here
+    if n in (4, 5) and os.environ.get("RANK") == "1":
+        time.sleep(0.7)
 
 
-def test_a_profile_window_is_traced_on_every_rank(on_ranks, tmp_path):
-    text = "--strategy fsdp --wrap block --max_steps 6 --profile 3:5"
-    (status, out), _ = on_ranks(2, profiled, text)
-    assert status == 0
-    source = Path(__file__).read_text().splitlines()
-    (line,) = [i for i, text in enumerate(source, 1) if text.endswith("# here")]
+def test_a_window_is_traced_on_every_rank_and_changes_no_number(on_ranks, train, tmp_path):
+    flags = "--strategy fsdp --wrap block --dtype bfloat16 --max_steps 6"
+    plain = train(2, flags, "plain")
+    (status, _, error), _ = on_ranks(2, run_with, f"{flags} --profile 3:5", disturb)
+    assert (plain.status, status) == (0, 0), error
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain.rows()]
+    lines = Path(__file__).read_text().splitlines()
+    (here,) = [number for number, line in enumerate(lines, 1) if line.endswith("# here")]
     for rank in range(2):
         figures = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())
         trace = json.loads((tmp_path / f"run/profile/rank_{rank}.trace.json").read_text())
-        fields = documented_fields("reference.md", "field of `rank_N.json` | meaning")
-        assert figures.keys() == fields
+        reference = (ROOT / "docs/reference.md").read_text()
+        assert [name for name in figures if f"`{name}`" not in reference] == []
         names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
         assert names.count("aten::embedding") == 2  # one forward pass per step
-        sent = {(row["kind"], row["axis"]): row["calls"] for row in figures["communicated"]}
+        assert figures["steps"] == [4, 5]
+        assert figures["host_syncs"] == {f"{Path(__file__).name}:{here}": 1}
+        sent = {
+            (row["kind"], row["axis"]): (row["calls"], *row["dtypes"])
+            for row in figures["communicated"]
+        }
         assert sent == {
-            ("all_gather", "dp_shard"): 4,
-            ("reduce_scatter", "dp_shard"): 3,
-            ("all_reduce", "dp_shard"): 1,  # an axis of all ranks has the group of the world
+            ("all_gather", "dp_shard"): (4, "bfloat16"),
+            ("reduce_scatter", "dp_shard"): (3, "float32"),
+            ("all_reduce", "dp_shard"): (1, "float32"),  # the group of all ranks
         }
         shares = [figures[name] for name in ("busy", "exposed_communication")]
         assert all(0 <= share <= 1 for share in shares)
         assert sum(shares) < 1.1  # the rest went to other processes
-        assert figures["host_syncs"] == {f"{Path(__file__).name}:{line}": 1}
         waits, sleeps = figures["waited"]
         assert waits > max(0.4, sleeps)  # rank 1 waits as well on a busy machine
         exposed = figures["exposed_communication"] * figures["step_time"]
         assert exposed == pytest.approx([waits, sleeps][rank])
 
 
-# --------------------------------------------------------------------------------------------------
-# The window
-
-
-@pytest.mark.parametrize("text", ["3", "3:3", "a:b", "-1:3", "3:9"])
-def test_a_window_that_no_run_of_nine_steps_has_is_refused(text):
-    with pytest.raises(UsageError):
-        profiling.parse_window(text, 9)
+@pytest.mark.parametrize("window", ["3", "3:3", "3:5", "1:3:4"])
+def test_a_window_that_a_run_of_five_steps_does_not_have_is_refused(train, window):
+    assert train(1, f"--profile {window}").status == 2
 
 
 def test_a_run_continued_inside_the_window_is_not_profiled(train):
-    assert train(1, "--max_steps 4 --schedule constant").status == 0
-    run = train(1, "--max_steps 9 --schedule constant --profile 2:6")
+    assert train(1, "--max_steps 3 --schedule constant").status == 0
+    run = train(1, "--max_steps 6 --schedule constant --profile 2:5")
     assert run.status == 0, run.error
     assert not (run.out / "profile").exists()
 
 
-class Work:
-    """A collective in flight, or a save."""
-
-    def __init__(self):
-        self.waited = []
-
-    def wait(self) -> None:
-        self.waited.append(torch.autograd.profiler._is_profiler_enabled)
-
-
 def test_the_profiler_starts_and_stops_with_nothing_in_flight(one_rank, tmp_path):
-    """It waits before it starts, while it does not run yet, and before it stops."""
-    mesh, work = dist.make_mesh(one_rank, (1, 1, 1)), Work()
-    with contextlib.redirect_stdout(io.StringIO()):
-        profiler = profiling.Profiler((2, 3), tmp_path / "profile", mesh, print, [work])
-        for step in range(1, 6):
-            with profiler.step(step):
-                pass
-    assert work.waited == [False, True]
-    assert len(list(tmp_path.glob("profile/*"))) == 2
-
-
-# --------------------------------------------------------------------------------------------------
-# Counters, and the figures of a GPU
-
-
-def test_an_axis_of_one_rank_communicates_nothing(one_rank):
+    """It waits before it starts, and before it stops. An axis of one rank sends nothing."""
+    waited = []
     mesh = dist.make_mesh(one_rank, (1, 1, 1))
-    with profiling.CommunicationCounter(mesh) as traffic:
-        torch.distributed.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
-    assert traffic.counts == {}
+    save = SimpleNamespace(wait=lambda: waited.append(torch_profiler._is_profiler_enabled))
+    profiler = Profiler((2, 3), tmp_path, mesh, str, [save])
+    for step in range(1, 6):
+        with profiler.step(step):
+            torch.distributed.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
+    assert waited == [False, True]
+    assert json.loads((tmp_path / "rank_0.json").read_text())["communicated"] == []
 
 
 def test_a_blocking_copy_between_devices_is_a_host_sync():
     on_host, on_device = torch.zeros(3), torch.zeros(3, device="meta")
-    with profiling.HostSyncCounter() as syncs:
+    with HostSyncCounter() as syncs:
         on_host.to("meta", non_blocking=True)
         on_device.copy_(on_host, non_blocking=True)
         on_host.to(torch.float64).copy_(on_host)
     assert not syncs.counts
-    with profiling.HostSyncCounter() as syncs:
+    with HostSyncCounter() as syncs:
         on_host.to("meta")
         on_device.copy_(on_host)
-    assert list(syncs.counts.values()) == [1, 1]
+    assert [*syncs.counts.values()] == [1, 1]
 
 
-# device, name, begin, end, whether the host has annotated a range: a step of 1,000 microseconds
-STEP = """\
-CPU  aten::mm                          0   50
-CPU  Optimizer.step#AdamW.step        50   90 annotation
-CUDA sm90_gemm                         0  400
-CUDA ncclDevKernel_AllGather_RING_LL 300  600
-CUDA Memcpy_HtoD                     700  800
-CUDA FSDP::all_gather                  0 1000 annotation
-CUDA nccl:_all_gather_base           300  600 annotation
-CUDA Optimizer.step#AdamW.step       650 1000 annotation
+# device | name | begin | end, in microseconds | whether the host has annotated a range
+EVENTS = """
+CPU  | aten::mm                         |   0 |   50 |
+CUDA | sm90_gemm                        |   0 |  400 |
+CUDA | ncclDevKernel_AllGather_RING_LL  | 300 |  600 |
+CUDA | Memcpy_HtoD                      | 700 |  800 |
+CUDA | FSDP::all_gather                 |   0 | 1000 | yes
+CUDA | nccl:_all_gather_base            | 300 |  600 | yes
 """
 
 
-def event(line: str) -> FunctionEvent:
-    """An event of torch's profiler."""
-    device, name, start, end, *annotation = line.split()
-    return FunctionEvent(
-        id=int(start),
-        name=name,
-        thread=1,
-        start_us=int(start),
-        end_us=int(end),
-        stack=[],
-        use_device="cuda",
-        device_type=getattr(torch.autograd.DeviceType, device),
-        is_user_annotation=bool(annotation),
-    )
+def event(device: str, name: str, begin: str, end: str, annotated: str) -> FunctionEvent:
+    kind = getattr(torch.autograd.DeviceType, device)
+    options = dict(device_type=kind, is_user_annotation=bool(annotated))
+    return FunctionEvent(0, name, 1, int(begin), int(end), **options)
 
 
-def test_annotated_ranges_of_a_gpu_do_not_count_as_work(monkeypatch, tmp_path, one_rank):
-    """The GPU works from 0 to 600 us and from 700 to 800 us; only NCCL runs from 400 to 600 us."""
-    trace = mock.Mock(**{"events.return_value": [event(line) for line in STEP.splitlines()]})
-    monkeypatch.setattr(profiling, "profile", lambda activities: trace)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profiling.time, "perf_counter", iter([0.0, 1e-3]).__next__)  # seconds
-    mesh = SimpleNamespace(device_type="cuda", mesh_dim_names=())
-    profiler = profiling.Profiler((3, 4), tmp_path, mesh, lambda line: None, [])
-    for step in (4, 5):
-        with profiler.step(step):
-            pass
-    figures = json.loads((tmp_path / "rank_0.json").read_text())
-    assert figures["busy"] == pytest.approx(0.7)
-    assert figures["exposed_communication"] == pytest.approx(0.2)
+def test_annotated_ranges_of_a_gpu_do_not_count_as_work(one_rank, tmp_path):
+    """It works from 0 to 600 us and from 700 to 800 us; only NCCL runs from 400 to 600 us."""
+    profiler = Profiler((3, 4), tmp_path, SimpleNamespace(device_type="cuda"), str, [])
+    profiler.trace = SimpleNamespace(events=lambda: [event(*row) for row in cells(EVENTS)])
+    assert profiler.busy_and_exposed(1e-3, 1e-3) == pytest.approx((7e-4, 2e-4))
 
 
 # --------------------------------------------------------------------------------------------------
 # On a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+def forbid_syncs(n: int) -> None:
+    """Of steps of four passes, allow no sync in steps 4 to 6: the first steps allocate."""
+    modes = {13: "error", 25: "default"}
+    if n in modes:
+        torch.cuda.set_sync_debug_mode(modes[n])
 
 
 @pytest.mark.gpu
-@needs_gpu
-def test_a_profile_of_a_gpu_has_plausible_figures(on_ranks, tmp_path):
-    ((status, _),) = on_ranks(1, profiled, "--max_steps 8 --profile 3:6 --device cuda")
-    figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
-    assert status == 0 and 0 < figures["busy"] <= 1
-    assert any(Path(__file__).name in place for place in figures["host_syncs"])
-
-
-def cuda_steps(argv: list[str]) -> int:
-    run = build_run(argv)
-    log = Log(run.run, run.start.world.device, flops_per_token=1, step=0)
-    for step in (1, 2, 3):  # the first steps allocate
-        train_step(run, step)
-    torch.cuda.set_sync_debug_mode("error")
-    for step in (4, 5, 6):
-        columns, _ = train_step(run, step)
-        log.write_arrived_row()
-        log.row(step, step, 0.1, columns, run.state.data_wait)
-    torch.cuda.set_sync_debug_mode("default")
-    with log.pause():  # which waits for the row
-        return 0
-
-
-@pytest.mark.gpu
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("flags", ["--strategy single", "--strategy fsdp --clip adaptive"])
-def test_a_step_on_cuda_does_not_synchronise(on_ranks, flags):
+def test_a_step_on_cuda_does_not_synchronise_and_its_profile_is_plausible(
+    on_ranks, tmp_path, flags
+):
     """tests/core counts on CPUs. Statistics, which wait, are off."""
-    text = f"{flags} --micro_batch_size 1 --global_batch_size 4 --device cuda"
-    assert on_ranks(1, cuda_steps, text) == [0]
+    flags += " --device cuda --micro_batch_size 1 --global_batch_size 4 --max_steps 7"
+    ((status, _, error),) = on_ranks(1, run_with, f"{flags} --profile 0:2", forbid_syncs)
+    assert status == 0, error
+    figures = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
+    assert 0 < figures["busy"] <= 1
+    assert not figures["host_syncs"]
