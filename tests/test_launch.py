@@ -79,8 +79,8 @@ def test_one_of_several_processes_without_torchrun_is_refused(
     assert (tmp_path / "run").exists() == (status == 0)
 
 
-def join_twice(environment: dict[str, str]) -> bool:
-    """Whether a rank that torchrun has started again finds what it stored before."""
+def join_again(environment: dict[str, str]) -> list[bool]:
+    """Whether a rank finds what it stored before: at first, again, and after a restart."""
     os.environ |= environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     port = int(environment["MASTER_PORT"])
     server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True)  # noqa: F841
@@ -95,7 +95,7 @@ def join_twice(environment: dict[str, str]) -> bool:
 
 
 def test_ranks_that_torchrun_restarts_do_not_read_the_addresses_of_dead_ones(pool):
-    assert pool(1, join_twice, variables(0, 2, free_port())) == [[False, True, False]]
+    assert pool(1, join_again, variables(0, 2, free_port())) == [[False, True, False]]
 
 
 def timeouts_of_groups() -> list[float]:
@@ -157,7 +157,6 @@ def test_ddp_accumulates_gradients_only_in_its_bucket(on_ranks):
 
 # --------------------------------------------------------------------------------------------------
 # Commands that people come for
-
 
 SHORT = "--max_steps 5 --warmup_steps 5 --eval_sequences 16 --sample_tokens 8"
 WHOLE = pytest.param("", 1.45, marks=pytest.mark.slow(proves="the loss of the default run"))
@@ -229,43 +228,34 @@ class DiskError(ValueError):
 
 def outcome(where: str, endings: list[str]) -> str:
     """What this rank returns or raises, if each rank has its own ending."""
-    world = dist.start("cpu", timedelta(seconds=9))
-    group = torch.distributed.new_group([1, 2]) if where == "group" else None
+    rank = dist.start("cpu", timedelta(seconds=9)).rank
+    errors = {"os": OSError("full"), "disk": DiskError("disk", "full")}
 
-    def work() -> str:
-        if endings[world.rank] != "fine":
-            raise {"os": OSError("full"), "disk": DiskError("disk", "full")}[endings[world.rank]]
-        return f"rank {world.rank}"
+    def work() -> int:
+        if endings[rank] in errors:
+            raise errors[endings[rank]]
+        return rank
 
     try:
-        if where == "rank0":
-            found = dist.on_rank0(work)
-        elif endings[world.rank] == "outside":
-            found = "outside"
-        else:
-            found = " ".join(dist.on_all_ranks(work, group=group))
+        return str(getattr(dist, where)(work))
     except Exception as error:
-        found = f"{type(error).__name__} {getattr(error, 'exit_status', '-')}"
-    dist.on_all_ranks(int)  # no rank exits while another one connects
-    return found
+        return f"{type(error).__name__} {getattr(error, 'exit_status', '-')}"
 
 
-# where, the endings of three ranks | what each rank gets
+# where, endings of both ranks | what each rank returns or raises, with the exit status
 OUTCOMES = """
-all   fine fine fine    | rank 0 rank 1 rank 2 | rank 0 rank 1 rank 2 | rank 0 rank 1 rank 2
-all   fine os   fine    | RankError 1          | OSError -            | RankError 1
-all   fine disk os      | RankError 2          | DiskError 2          | RankError 2
-rank0 fine disk os      | rank 0               | rank 0               | rank 0
-rank0 disk fine fine    | DiskError 2          | RankError 2          | RankError 2
-group outside fine fine | outside              | rank 1 rank 2        | rank 1 rank 2
-group outside fine disk | outside              | RankError 2          | DiskError 2
+on_all_ranks fine fine | [0, 1]      | [0, 1]
+on_all_ranks fine os   | RankError 1 | OSError -
+on_all_ranks disk os   | DiskError 2 | RankError 2
+on_rank0     fine disk | 0           | 0
+on_rank0     disk fine | DiskError 2 | RankError 2
 """
 
 
 @pytest.mark.parametrize("case, expected", [(case, found) for case, *found in cells(OUTCOMES)])
 def test_an_error_on_one_rank_is_raised_on_all(pool, case, expected):
     where, *endings = case.split()
-    assert pool(3, outcome, where, endings, timeout=8) == expected
+    assert pool(2, outcome, where, endings, timeout=8) == expected
 
 
 ENDS = [
