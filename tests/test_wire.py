@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from old import flags
-from rig import build_run, fork_ranks, train_step
+from rig import arguments, build_run, fork_ranks, train_step
 
 from tools import plan
 
@@ -16,7 +15,7 @@ CLONE_NEWNET = 0x40000000
 HEADERS = 66  # bytes per packet: Ethernet 14, IP 20, TCP 32
 RANKS, STEPS = 4, 4
 # Matrices and activations have 256 KB or more: the headers of gloo's messages hardly count.
-LARGE = "--n_layer 2 --d_model 256 --d_ff 512 --seq_len 64 --dtype float32 --global_batch_size 16"
+LARGE = "--d_model 256 --d_ff 512 --seq_len 64 --global_batch_size 16 --max_steps 10"
 
 
 def payload() -> int:
@@ -56,7 +55,7 @@ def in_a_namespace(argv: list[str], file: Path) -> int:
 @pytest.mark.slow(proves="the bytes that the kernel sends")
 @pytest.mark.parametrize("mesh", ["ddp --optimizer muon", "hsdp --dp_shard 2", "fsdp --tp 2"])
 def test_a_step_sends_the_planned_bytes(tokens, tmp_path, mesh):
-    argv = flags(f"--data {tokens} --out {tmp_path}/run {LARGE} --max_steps 10 --strategy {mesh}")
+    argv = arguments(tokens, tmp_path / "run", f"{LARGE} --strategy {mesh} --wrap block")
     (parent,) = fork_ranks(1, in_a_namespace, argv, tmp_path / "bytes")
     parent.join()
     if parent.exitcode == 1:

@@ -1,28 +1,32 @@
 """examples/zero.py: each stage equals one rank, and a student's mistakes fail in one line."""
 
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
-from old import torchrun
-from rig import ROOT
+from rig import ROOT, cells, torchrun
 
 sys.path.append(str(ROOT / "examples"))
 import zero
 
-REAL_RANKS = pytest.mark.slow(proves="each stage and mistake of a student, on real ranks")
+
+def run_zero(ranks: int, *stages: str, script: str = zero.__file__) -> tuple[int, str]:
+    """The status and the standard output of the script, on real ranks."""
+    command = torchrun(ranks, stages, script=script)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout
 
 
-@REAL_RANKS
+@pytest.mark.slow(proves="each stage, on real ranks")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_stage_equals_one_rank(ranks, tmp_path):
-    job = torchrun(ranks, [], tmp_path, script=zero.__file__, cwd=ROOT)
-    assert job.wait(100) == 0, job.out
-    lines = job.out.splitlines()
-    assert f"ring by hand          predicted {2 * (ranks - 1) * 16 / ranks:.1f} MB" in lines[0]
-    names = [line.split()[0] for line in lines if "equal to one rank's weights" in line]
-    assert names == [stage.__name__ for stage in zero.STAGES]
+def test_each_stage_equals_one_rank(ranks):
+    status, printed = run_zero(ranks)
+    assert status == 0, printed
+    assert f"ring by hand          predicted {2 * (ranks - 1) * 16 / ranks:.1f} MB" in printed
+    equal = re.findall(r"^(\S+) .*equal to one rank's weights", printed, re.M)
+    assert equal == [stage.__name__ for stage in zero.STAGES]
 
 
 def test_adamw_by_hand_matches_torch():
@@ -53,16 +57,15 @@ zero3 | d = 2 | return missing | NameError: name
 """
 
 
-@REAL_RANKS
-@pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_a_wrong_implementation_fails_in_one_line(row, tmp_path):
-    function, code, wrong, words = (cell.strip() for cell in row.split(" | "))
+@pytest.mark.slow(proves="each mistake of a student, on real ranks")
+@pytest.mark.parametrize("function, code, wrong, words", cells(WRONG))
+def test_a_wrong_implementation_fails_in_one_line(function, code, wrong, words, tmp_path):
     before, after = (ROOT / "examples/zero.py").read_text().split(f"def {function}(")
     assert code in after
     copy = tmp_path / "zero.py"
     copy.write_text(f"{before}def {function}({after.replace(code, wrong, 1)}")
     stage = "ring" if function == "reduce_scatter" else function
-    job = torchrun(3, [stage], tmp_path, script=copy, cwd=ROOT)
-    assert job.wait(100) == 1
-    (line,) = job.out.splitlines()
+    status, printed = run_zero(3, stage, script=copy)
+    assert status == 1
+    (line,) = printed.splitlines()
     assert re.search(words, line)
