@@ -325,7 +325,7 @@ def test_what_a_model_came_with_survives(transformers, tokenizers, pool, tmp_pat
     assert config.max_position_embeddings == 64
     after = transformers.AutoTokenizer.from_pretrained(out)
     encoding = tokenizer.load_encoding(f"{last_checkpoint(run.out)}/tokenizer.json")
-    for line in [*UGLY, Path(__file__).read_text().replace("</s>", "")]:
+    for line in UGLY:
         assert after(line)["input_ids"] == encoding.encode_ordinary(line)
 
 
