@@ -54,8 +54,9 @@ SNIPPETS = {
         r"^```(\w+)\n(?:#|@@) (\S+): (?:in|at the end of) (\S+)\n(.*?)^```", PAGE, re.M | re.S
     )
 }
-(HALVE,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-SNIPPETS["halve"] = ("optim.py", "python", HALVE)
+for code in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S):
+    if 'CLIPS["halve"]' in code:
+        SNIPPETS["halve"] = ("optim.py", "python", code)
 
 
 def git(*arguments, folder: Path, check: bool = True) -> bool:
@@ -69,7 +70,7 @@ def insert(name: str, code: Path) -> None:
     source = (code / file).read_text()
     if kind == "diff":
         old, new = ("\n".join(re.findall(rf"^\{sign}(.*)", text, re.M)) for sign in "-+")
-        assert source.count(old) == 1
+        assert source.count(old) == 1, f"{file} has other lines than those that {name} removes"
         source = source.replace(old, new)
     else:
         source += f"\n\n{text}"
@@ -174,7 +175,6 @@ def fork_trains(name: str, tokens: str, folder: str) -> None:
 # --------------------------------------------------------------------------------------------------
 # What only one of them does
 
-
 SIZES = dict(vocab_size=320, n_head=4, n_kv_head=2, d_model=32, d_ff=64, seq_len=24)
 
 
@@ -272,6 +272,7 @@ def first_update(train) -> tuple[list[tuple[dict, float]], dict[str, int]]:
     run = train(2, "--strategy fsdp --max_steps 1 --optim_metrics_interval 1")
     weights = run.weights()
     rows = [(row, 10 * row["exp_avg_norm"]) for row in run.statistics()]
+    assert {row["clipped"] for row, _ in rows} == {0, 1}
     return rows, {row["parameter"]: weights[f"model.{row['parameter']}"].numel() for row, _ in rows}
 
 
@@ -281,7 +282,6 @@ def only_share(train) -> None:
         limit = 0.1 * (sizes[row["parameter"]] / sum(sizes.values())) ** 0.5
         assert norm == pytest.approx(min(limit, row["grad_norm"]), rel=1e-3)
         assert row["clipped"] == (row["grad_norm"] > limit)
-    assert {row["clipped"] for row, _ in found} == {0, 1}
 
 
 def only_halve(train) -> None:
