@@ -538,3 +538,66 @@ def copy_with(folder: Path, *changes: tuple[str, str, str]) -> Path:
         assert source.count(old) == 1, (name, old)
         (folder / name).write_text(source.replace(old, new))
     return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers, which need no download
+
+
+def small_gpt2(monkeypatch, merges: list[bytes]):
+    """GPT-2's tokenizer with `merges` in place of the 50,000 merges that tiktoken downloads."""
+    from tiktoken import Encoding, registry
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    ends = {"<|endoftext|>": len(ranks)}
+    made = Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=ends)
+    monkeypatch.setitem(registry.ENCODINGS, "gpt2", made)  # where those that are downloaded go
+    return made
+
+
+def save_tokenizer(package, kind: str, path: Path, more: str = "") -> Path:
+    """Train a tokenizer of the package tokenizers on data.py and `more`; save it as JSON.
+
+    A "byte level" one is like GPT-2's. One like that of "llama 2" begins a text with a space, and
+    spells an unknown character in bytes. A "unigram" one loses such a character, and its special
+    tokens are words like all others.
+    """
+    models, pre, trainers = package.models, package.pre_tokenizers, package.trainers
+    decoders, normalizers = package.decoders, package.normalizers
+    special = ["</s>", "<s>", "<unk>"]
+    options = {"vocab_size": 900, "show_progress": False, "special_tokens": special}
+    if kind == "byte level":
+        made = package.Tokenizer(models.BPE())
+        made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=pre.ByteLevel.alphabet(), **options)
+    elif kind == "unigram":
+        made = package.Tokenizer(models.Unigram())
+        made.pre_tokenizer = pre.Metaspace()
+        made.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", **options)
+    else:
+        made = package.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+        made.pre_tokenizer = pre.Metaspace()  # only to train: in a file, Llama's has none
+        options["special_tokens"] = special + [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(**options)
+    made.train_from_iterator([Path(data.__file__).read_text(), more], trainer)
+    if kind == "llama 2":
+        made.pre_tokenizer = None
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        made.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:3]  # those of bytes are no special tokens
+    path.write_text(json.dumps(spec))
+    return path

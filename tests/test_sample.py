@@ -1,172 +1,129 @@
-"""Sampling: which checkpoint and tokenizer are used, and what is printed."""
+"""sample.py: which checkpoint and tokenizer it uses, and what it prints."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from old import call_train, flags, tensors
-from rig import last_checkpoint
+from rig import arguments, cells, full_tensors, last_checkpoint, run_command, save_tokenizer
 
 import checkpoint
 import prepare
 import sample
 import tokenizer
 
-# The tokenizer `bytes` as a tokenizer.json, in which bytes that cannot be printed are letters
-LETTERS = map(chr, itertools.count(256))
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-END = {"id": 256, "content": tokenizer.END_OF_TEXT, "special": True}
-END |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-VOCAB = {}
-for byte in range(256):
-    VOCAB[chr(byte) if chr(byte).isprintable() and chr(byte) != " " else next(LETTERS)] = byte
-BYTES = {"added_tokens": [END], "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL}
-BYTES["model"] = {"type": "BPE", "vocab": VOCAB, "merges": [], "ignore_merges": True}
+GREEDY = ("--temperature", "0")
 
 
 @pytest.fixture(scope="module")
-def with_file(pool, tmp_path_factory) -> Path:
-    """A run of two checkpoints, whose tokenizer is a file and whose token folder has moved."""
-    root = tmp_path_factory.mktemp("sample")
-    (root / "text").write_text("the thing " * 500)
-    prepare.prepare([str(root / "text")], root / "tokens")
-    (root / "tokens/tokenizer.json").write_text(json.dumps(BYTES))
-    meta = json.loads((root / "tokens/meta.json").read_text()) | {"tokenizer": "tokenizer.json"}
-    (root / "tokens/meta.json").write_text(json.dumps(meta))
-    argv = flags(f"--data {root}/tokens --out {root}/run --max_steps 2 --save_interval 1")
-    assert pool(2, call_train, [*argv, "--strategy", "fsdp"]) == [0, 0]
-    shutil.rmtree(root / "tokens")
-    return root / "run"
+def trained(pool, tokens, tmp_path_factory) -> Path:
+    """A run of two checkpoints, of a model of bytes."""
+    out = tmp_path_factory.mktemp("sample") / "run"
+    argv = arguments(tokens, out, "--max_steps 2 --save_interval 1 --strategy fsdp")
+    assert [status for status, _, _ in pool(2, run_command, argv)] == [0, 0]
+    return out
 
 
-def variant(folder: Path, source: Path, **fields) -> None:
+def change(folder: Path, source: Path, **fields) -> Path:
     """Copy a checkpoint and change fields of the manifest."""
     shutil.copytree(source, folder)
     manifest = checkpoint.read_manifest(source) | fields
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
-@pytest.fixture(scope="module")
-def trained(with_file, tmp_path_factory) -> Path:
-    """The same run with the same tokens, but the built-in tokenizer, which needs no package."""
-    run = tmp_path_factory.mktemp("built in") / "run"
-    for path in with_file.glob("checkpoints/*"):
-        variant(run / "checkpoints" / path.name, path, tokenizer="bytes")
-    return run
-
-
-@pytest.fixture
-def text(capsys):
-    """text(path): the standard output of sample.py."""
-
-    def call(path: Path, *options: str, prompt: str = "the") -> str:
-        argv = ["--run", str(path), "--max_new_tokens", "10", "--prompt", prompt, *options]
-        assert sample.main(argv) == 0
-        return capsys.readouterr().out
-
-    return call
-
-
-def test_text_continues_the_prompt(trained, text):
-    out = text(trained)
-    assert out.startswith("the") and len(out) > len("the") + 5
-
-
-def test_a_tokenizer_file_gives_the_same_text(trained, with_file, text, tokenizers):
-    assert text(with_file) == text(trained)
-
-
-def test_only_the_damaged_checkpoint_of_a_run_is_refused(trained, text, tmp_path, capsys):
-    run = shutil.copytree(trained, tmp_path / "run")
-    damaged = last_checkpoint(run)
-    (damaged / "index.json").unlink()
-    assert sample.main(["--run", str(run)]) == 1
-    line = capsys.readouterr().err
-    assert line.startswith(f"sample.py: error: {damaged}: ") and "index.json" in line
-    assert line.endswith("; name another checkpoint\n") and line.count("\n") == 1
-    assert text(damaged.with_name("step-00000001"))
-
-
-def test_a_tokenizer_is_read_only_from_its_checkpoint(with_file, tmp_path, capsys, tokenizers):
-    """The manifest of a hostile checkpoint names another file."""
-    run = shutil.copytree(with_file, tmp_path / "run")
-    path = last_checkpoint(run)
-    inside = path / "tokenizer.json"
-    outside = inside.rename(tmp_path / "elsewhere.json")
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"][inside.name]
-    for name in (str(outside), "../../../elsewhere.json"):
-        manifest["tokenizer"] = name
-        (path / "manifest.json").write_text(json.dumps(manifest))
-        assert (path / name).is_file()
-        assert sample.main(["--run", str(path)]) == 2
-        line = capsys.readouterr().err
-        assert f"--tokenizer {path / outside.name} is not" in line and line.count("\n") == 1
-    inside = outside.rename(path / outside.name)
-    assert sample.read_trained(path).tokenizer == str(inside)
-
-
-def test_flags_choose_how_tokens_are_drawn(trained, text):
-    greedy = text(trained, "--temperature", "0")
-    assert greedy != text(trained, "--seed", "1") != text(trained, "--seed", "2")
-    for option in ("--temperature=1e-9", "--top_k=1"):
-        assert text(trained, "--seed", "1", option) == greedy
-    assert text(trained, "--seed", "1", "--top_k", "2") != greedy
-
-
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"tokens_in_vocabulary": 258}, "258 tokens"),
-        ({"tokens_in_vocabulary": 256}, "256 tokens"),
-        ({"tokenizer": None}, "--prompt"),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit_is_refused(trained, tmp_path, capsys, changes, word):
-    variant(tmp_path / "run", last_checkpoint(trained), **changes)
-    assert sample.main(["--run", f"{tmp_path}/run", "--prompt=the"]) == 2
-    assert word in capsys.readouterr().err
-
-
-def test_a_model_whose_tokenizer_is_unknown_prints_ids(trained, text, tmp_path):
-    variant(tmp_path / "run", last_checkpoint(trained), tokenizer=None)
-    ids = [int(token) for token in text(tmp_path / "run", prompt="").split()]
-    assert len(ids) == 10 and len({*ids}) > 5 and max(ids) < 257
-
-
-def test_the_model_sees_the_end_of_a_long_prompt(trained, text):
-    """The context is 16 tokens, here bytes."""
-    out = text(trained, prompt="x" * 5 + "the " * 4)
-    assert out == "x" * 5 + text(trained, prompt="the " * 4)
-
-
-def always(run: Path, token: int, folder: Path) -> Path:
-    """Write the run's last checkpoint with weights that prefer this token to all others.
+def always(path: Path, token: int, out: Path) -> Path:
+    """Copy a checkpoint, with weights that prefer this token to all others.
 
     Blocks add nothing, so a logit is the product of the embeddings of two tokens, and this token's
     embedding is twice as long as the others, which are equal.
     """
-    path = last_checkpoint(run)
     manifest = checkpoint.read_manifest(path)
-    weights = tensors(path, "model.")
+    tensors = full_tensors(path)
+    weights = {name: tensors[name] for name in tensors if name.startswith("model.")}
     for name, weight in weights.items():
         weight.fill_(0.0 if name.endswith(("out.weight", "down.weight")) else 1.0)
     weights["model.embed.weight"][token] = 2.0
-    shown = {
-        name: manifest[name] for name in ("step", "model", "tokenizer", "tokens_in_vocabulary")
-    }
-    files = {name: (path / name).read_bytes() for name in manifest["files"] if ".json" in name}
-    files.pop("index.json")
-    out = folder / path.name
-    checkpoint.save_state(out, weights, manifest=shown, extra_files=files)
+    files = [name for name in manifest.pop("files") if name.startswith("tokenizer")]
+    contents = {name: (path / name).read_bytes() for name in files}
+    checkpoint.save_state(out, weights, manifest, extra_files=contents)
     return out
 
 
-def test_text_ends_with_its_document_or_within_a_character(trained, text, tmp_path):
-    greedy = ("--temperature", "0")
-    ends = always(trained, 256, tmp_path / "ends")  # the end-of-text token
-    assert text(ends, *greedy) == "the\n" != text(trained)
-    torn = always(trained, 0xC3, tmp_path / "torn")  # the first byte of two
-    assert text(torn, *greedy) == "the" + 10 * "\ufffd" + "\n"
+def sampled(path: Path, *options: str, prompt: str = "the") -> str:
+    """The text that sample.py prints."""
+    argv = ["--run", path, "--max_new_tokens", 10, "--prompt", prompt, *options]
+    status, printed, error = run_command(argv, sample.main)
+    assert status == 0, error
+    return printed
+
+
+def test_flags_choose_how_tokens_are_drawn(trained):
+    text = sampled(trained)
+    assert text.startswith("the") and len(text) > len("the") + 5
+    assert text == sampled(trained) == sampled(last_checkpoint(trained))
+    greedy = sampled(trained, *GREEDY)
+    assert greedy != sampled(trained, "--seed", "1") != sampled(trained, "--seed", "2")
+    for option in ("--temperature=1e-9", "--top_k=1"):
+        assert sampled(trained, "--seed", "1", option) == greedy
+    assert sampled(trained, "--seed", "1", "--top_k", "2") != greedy
+
+
+def test_the_model_sees_the_end_of_a_long_prompt(trained):
+    """The context is 16 tokens, here bytes."""
+    text = sampled(trained, prompt="x" * 5 + "the " * 4)
+    assert text == "x" * 5 + sampled(trained, prompt="the " * 4)
+
+
+def test_text_ends_with_its_document_or_within_a_character(trained, tmp_path):
+    path = last_checkpoint(trained)
+    ends = always(path, 256, tmp_path / "ends")  # the end-of-text token
+    assert sampled(ends, *GREEDY) == "the\n"
+    torn = always(path, 0xC3, tmp_path / "torn")  # the first byte of two
+    assert sampled(torn, *GREEDY) == "the" + 10 * "\ufffd" + "\n"
+
+
+def test_a_tokenizer_file_may_drop_the_first_space_of_a_text(train, tokenizers, tmp_path):
+    """It is in the checkpoints: the token folder may be gone."""
+    file = save_tokenizer(tokenizers, "llama 2", tmp_path / "llama.json")
+    (tmp_path / "text").write_text("the thing is a text that goes on and on\n" * 50)
+    prepare.prepare([str(tmp_path / "text")], tmp_path / "tokens", str(file))
+    path = last_checkpoint(train(1, f"--data {tmp_path}/tokens --max_steps 1").out)
+    shutil.rmtree(tmp_path / "tokens")
+    file.unlink()
+    (word,) = tokenizer.load_encoding(f"{path}/tokenizer.json").encode_ordinary("the")
+    words = always(path, word, tmp_path / "words")
+    assert sampled(words, *GREEDY) == "the" + 10 * " the" + "\n"
+    assert sampled(words, *GREEDY, prompt="") == "the" + 9 * " the" + "\n"
+
+
+def test_a_model_whose_tokenizer_is_unknown_prints_ids(trained, tmp_path):
+    path = change(tmp_path / "step-00000002", last_checkpoint(trained), tokenizer=None)
+    ids = [int(token) for token in sampled(path, prompt="").split()]
+    assert len(ids) == 10 and len({*ids}) > 5 and max(ids) < 257
+
+
+# Fields of the manifest, of which a hostile one names a file elsewhere | what the error says
+REFUSED = """
+{"tokens_in_vocabulary": 258}    | 258 tokens
+{"tokens_in_vocabulary": 256}    | 256 tokens
+{"tokenizer": null}              | --prompt
+{"tokenizer": "/tmp/mine.json"}  | {path}/mine.json
+{"tokenizer": "../../mine.json"} | {path}/mine.json
+"""
+
+
+@pytest.mark.parametrize("fields, said", cells(REFUSED))
+def test_a_tokenizer_that_does_not_fit_is_refused(trained, tmp_path, fields, said):
+    path = change(tmp_path / "step-00000002", last_checkpoint(trained), **json.loads(fields))
+    status, _, error = run_command(["--run", path, "--prompt=the"], sample.main)
+    assert status == 2 and said.replace("{path}", str(path)) in error
+
+
+def test_only_the_damaged_checkpoint_of_a_run_is_refused(trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    damaged = last_checkpoint(run)
+    (damaged / "index.json").unlink()
+    status, _, error = run_command(["--run", run], sample.main)
+    assert status == 1 and str(damaged) in error
+    sampled(damaged.with_name("step-00000001"))
