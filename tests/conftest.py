@@ -115,19 +115,3 @@ def small_disk(tmp_path):
 @pytest.fixture
 def tokenizers():
     return pytest.importorskip("tokenizers", reason="needs tests/requirements-extra.txt")
-
-
-@pytest.fixture
-def run(on_ranks, tmp_path):
-    """Goes with old.py."""
-    import old
-
-    def start(size: int, text: str, name: str = "run", **options):
-        out = tmp_path / name
-        assert (
-            on_ranks(size, old.call_train, f"--wrap block --out {out} {text}", **options)
-            == [0] * size
-        )
-        return out
-
-    return start
