@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from rig import ROOT, cells, run_command
+from rig import cells, run_command
 
 from tools import compare
 
@@ -177,17 +177,6 @@ def test_several_comparisons_share_the_chance_of_a_false_alarm():
     first, other = {0: 1.0, 1: 5.0, 2: 9.0}, {2: 11.0, 0: 2.0, 1: 6.5}  # p = 0.035
     assert "larger than the spread" in compare.verdict(first, other, comparisons=1)
     assert "not distinguishable" in compare.verdict(first, other, comparisons=2)
-
-
-def test_the_recorded_runs_give_the_table_of_a_document():
-    runs = []
-    for name in ("lr-0.008", "lr-0.004", "lr-0.016", "micro-8"):
-        runs += [ROOT / f"docs/runs/seeds/{name}-{seed}" for seed in range(10)]
-    _, printed, _ = run_command([*map(str, runs)], compare.main)
-    _, settings = printed.split("\n\n")
-    pages = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
-    header, _, *rows = settings.splitlines()
-    assert len(rows) == 4 and {header, *rows} <= {*pages.splitlines()}
 
 
 def test_the_picture_has_the_curves_of_each_run_and_a_line_at_each_restart(tmp_path):

@@ -162,8 +162,11 @@ def test_flags_in_documents_are_those_of_their_commands():
 EXACT = re.compile(r"<!-- run exact -->\n((?: {4}.*\n)+)\n```\n((?:.*\n)*?)```")
 
 
-@pytest.mark.slow(proves="the outputs that a page shows digit by digit")
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+MORE = pytest.mark.slow(proves="the outputs that the other pages show digit by digit")
+README, *PAGES = DOCUMENTS
+
+
+@pytest.mark.parametrize("path", [README, *(pytest.param(page, marks=MORE) for page in PAGES)])
 def test_a_command_prints_exactly_what_a_document_shows(path):
     text = path.read_text()
     assert text.count("<!-- run") == len(EXACT.findall(text))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rig
 import torch
-from rig import ROOT, build_run, cells, free_port, resolve, run_command, train_step, variables
+from rig import ROOT, cells, free_port, resolve, run_command, variables
 
 import checkpoint
 import dist
@@ -139,20 +139,6 @@ def test_only_steps_are_in_training_mode_and_the_rope_table_is_never_rounded(on_
     step, other = (True, True, torch.float32), (False, False, torch.float32)
     assert on_ranks(2, see_passes, text) == [{step, other}] * 2
     assert on_ranks(2, see_passes, f"{text} --eval_only") == [{other}] * 2
-
-
-def sizes_of_gradients(argv: list[str]) -> set[float]:
-    """The sizes of the storages of gradients, as multiples of that of the model."""
-    run = build_run(argv)
-    train_step(run, 1)
-    storages = [weight.grad.untyped_storage() for weight in run.state.decoder.parameters()]
-    size = 4 * run.state.decoder.parameter_count()
-    return {storage.nbytes() / size for storage in storages}
-
-
-def test_ddp_accumulates_gradients_only_in_its_bucket(on_ranks):
-    """A small model has one bucket, of which all gradients are views."""
-    assert on_ranks(2, sizes_of_gradients, "--strategy ddp") == [{1}] * 2
 
 
 # --------------------------------------------------------------------------------------------------

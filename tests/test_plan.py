@@ -9,85 +9,18 @@ import shlex
 import statistics
 
 import pytest
-from rig import ROOT, SMALL, SOURCE, cells, resolve, run_command
+from rig import ROOT, SMALL, SOURCE, cells, run_command
 
 import config
-import dist
 from model import SIZES, meta_model
 from tools import plan
 from tools.plan import Cluster, Device
-from tools.rehearse import Communication, Operation, Rehearsal
 
 # Round numbers: 1 TFLOP/s, 100 GB/s within a host, 10 GB/s out of a host of 4 devices
 DEVICE = Device("round", 1.0, 1.0, 10**9, 1e12 / plan.STREAM, 100e9 / plan.LINK_EFFICIENCY, 0.0)
 CLUSTER = Cluster("round", DEVICE, world_size=8, local_size=4, host_bandwidth=10e9)
 GB = 10**9
 BFLOAT16 = f"{SMALL} --dtype bfloat16"
-
-
-# --------------------------------------------------------------------------------------------------
-# Seconds
-
-# collective | count | GB | ranks, hosts | hops in a host and between hosts, starts | seconds
-COLLECTIVES = """
-all_reduce | 1 | 1 | 4 1       | 6 0 1  | 0.015
-# All four ranks of a host use all of its network cards, so 7/8 GB leave it at 10 GB/s.
-all_gather | 1 | 1 | 8 2       | 6 1 1  | 0.0875
-# Four groups, each with one rank on a host, have a quarter of the cards each.
-all_reduce | 1 | 1 | 2 2       | 0 2 1  | 0.4
-# A rank of 8 sends 7/8 of its matrices, with a quarter of its host's cards.
-all_to_all | 1 | 1 | 8 2       | 6 1 1  | 0.35
-all_gather | 3 | 0 | 8 2       | 18 3 3 | 0
-# In a tree: up and down log2(1024) levels of hosts
-all_reduce | 1 | 0 | 4096 1024 | 6 20 1 | 0
-all_gather | 1 | 1 | 1 1       | 0 0 0  | 0
-"""
-
-
-@pytest.mark.parametrize("row", cells(COLLECTIVES), ids=" ".join)
-def test_a_collective_takes_its_bytes_and_its_hops(row):
-    kind, count, size, group, hops, seconds = row
-    inner, between, starts = map(int, hops.split())
-    waits = inner * plan.HOP + between * plan.HOP_BETWEEN_HOSTS + starts * plan.START
-    sent = Communication("dp_shard", kind, "forward", int(count), int(size) * GB)
-    found = plan.collective_seconds(sent, *map(int, group.split()), CLUSTER)
-    assert found == pytest.approx(float(seconds) + waits, rel=1e-6)
-
-
-# A product reads and computes for 2 s in each forward pass, attention computes for 4 s in each
-# backward pass, and an update launches kernels for 0.1 s.
-# axis, collective, phase | count | GB of all | micro-batches | mesh | --grad_sync | exposed seconds
-EXPOSED = """
-# Compute hides 9 of 10 gathers. Of many, what shows is how they slow it.
-dp_shard all_gather     forward   |   10 |  11.43 | 1 | 1 8 1 | batch       | 0.1
-dp_shard all_gather     forward   | 1000 | 133.33 | 4 | 2 4 1 | batch       | 0.4
-# It hides 3 of 4 reductions, in each backward pass or in the last one only.
-dp_shard reduce_scatter backward  |    4 | 182.86 | 4 | 1 8 1 | batch       | 13
-dp_shard reduce_scatter backward  |   16 | 182.86 | 4 | 1 8 1 | micro_batch | 4
-dp_shard reduce_scatter backward  |   16 | 182.86 | 4 | 1 8 1 | shard       | 4
-dp_shard all_reduce     backward  |    4 |  91.43 | 4 | 1 8 1 | shard       | 13
-# A layer waits for tp, and nothing overlaps the update.
-tp       all_reduce     forward   |   10 |   1    | 1 | 1 2 4 | batch       | 0.015
-dp_shard all_reduce     optimizer |    1 |  11.43 | 1 | 1 8 1 | batch       | 2
-"""
-
-
-@pytest.mark.parametrize("row", cells(EXPOSED), ids=" ".join)
-def test_compute_hides_the_communication_that_overlaps_it(row):
-    what, count, size, n, mesh, grad_sync, exposed = row
-    sent = Communication(*what.split(), int(count), round(float(size) * GB))
-    values = dict(zip(dist.AXES, map(int, mesh.split())), grad_sync=grad_sync)
-    run = dataclasses.replace(resolve(BFLOAT16), grad_accum_steps=int(n), **values)
-    operations = [
-        Operation("forward", "mm", (), 1, int(n) * 1e12, int(n) * 10**12),
-        Operation("backward", "_flash_attention", (), 1, int(n) * 4e12 * plan.ATTENTION),
-        Operation("optimizer", "add", (), round(0.1 / plan.LAUNCH)),
-    ]
-    rehearsal = Rehearsal(run, 1, 1, {}, {}, [sent], operations, flops=0.0, recomputed_flops=0.0)
-    found = plan.predict(rehearsal, CLUSTER)
-    assert found.exposed == pytest.approx(float(exposed), abs=0.015)  # latencies
-    assert (found.compute, found.update) == pytest.approx((6 * int(n), 0.1))
-    assert found.step == found.compute + found.exposed + found.update
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,12 +5,11 @@ from argparse import Namespace
 
 import pytest
 import torch
-from rig import SOURCE, build_run, cells, resolve, train_step
+from rig import build_run, cells, resolve, train_step
 from torch._subclasses.fake_tensor import FakeTensor
 
 import dist
 import optim
-from model import meta_model
 from tools import rehearse as rehearsing
 from tools.rehearse import Recorder, Rehearsal, at_peak, rehearse
 
@@ -90,65 +89,7 @@ def test_a_rehearsed_step_matches_a_real_one(on_ranks, strategy):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rank 77 of 512 GPUs, which no test has
-
-GPUS = """
-plain | fsdp --n_layer 1
-full  | hsdp --n_layer 1 --dp_shard 64 --tp 4 --activation_checkpointing full
-two   | hsdp --n_layer 2 --dp_shard 8 --tp 4 --activation_checkpointing selective
-three | hsdp --n_layer 3 --dp_shard 8 --tp 4 --activation_checkpointing selective
-"""
-
-
-def rehearse_on_gpus() -> Namespace:
-    found = Namespace()
-    source = dataclasses.replace(SOURCE, vocab_size=50257)
-    base = "--model gpt2-124m --micro_batch_size 4 --global_batch_size 4096 --dtype bfloat16"
-    for name, text in cells(GPUS):
-        place = dict(size=512, local_size=8, device=torch.device("cuda"))
-        run = resolve(f"{base} --strategy {text}", source, **place)
-        setattr(found, name, rehearse(run, rank=77))
-        assert not torch.distributed.is_initialized()
-    return found
-
-
-@pytest.fixture(scope="module")
-def on_gpus(pool) -> Namespace:
-    (found,) = pool(1, rehearse_on_gpus)
-    return found
-
-
-def test_rehearsed_bytes_match_a_count_by_hand(on_gpus):
-    plain = on_gpus.plain
-    parameters = meta_model(plain.run.model_config).parameter_count()
-    assert plain.memory["gradients"] == 4 * parameters  # two micro-batches: not sharded
-    rows = [row for row in plain.operations if row.phase in ("forward", "optimizer")]
-    moved = {row.name: row.bytes for row in rows}
-    # In two micro-batches silu reads and writes gate, and an embedding reads the rows that it
-    # returns. AdamW reads and writes all of the state.
-    assert moved["silu"] == 2 * 2 * 4 * 1024 * 2048 * 2
-    assert moved["embedding"] == 2 * 4 * 1024 * 768 * 2
-    assert moved["_fused_adamw_"] == pytest.approx(2 * sum(plain.state.values()), rel=0.01)
-
-
-def test_full_checkpointing_trades_flops_for_memory(on_gpus):
-    plain, full = on_gpus.plain, on_gpus.full
-    per_token = meta_model(plain.run.model_config).flops_per_token()
-    assert plain.flops == per_token * 8 * 1024
-    # Four times the number of micro-batches, each of which four ranks compute
-    assert full.flops == per_token * (4096 // 128) * 1024 / 4
-    assert full.recomputed_flops > plain.recomputed_flops
-    assert full.memory["activations"] < plain.memory["activations"]
-
-
-def test_selective_checkpointing_keeps_what_only_this_rank_has(on_gpus):
-    """For each block and token it keeps no part of a sum over tp, and nothing that is gathered."""
-    # The inputs of block and MLP; q, k, v and attention; gate and up; the result of the MLP
-    elements = 2 * 768 + 4 * 768 + 2 * 2048 + 768
-    # The attention kernel also keeps a float32 number for each of 12 heads.
-    kept = on_gpus.three.memory["activations"] - on_gpus.two.memory["activations"]
-    assert kept == 4 * 1024 * (2 * elements + 4 * 12) / 4
-
+# Layers
 
 # Two and three units of each case are rehearsed, with the remainder of a block_group.
 EXTENDED = """
