@@ -1,9 +1,9 @@
-"""What tensor parallelism communicates, what recomputation saves, what compiling keeps equal."""
+"""What tensor parallelism communicates, and what recomputation saves."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rig import assert_close, build_model, build_run, cells, run_command, train_step
+from rig import build_model, build_run, cells, train_step
 from torch.profiler import profile
 
 import dist
@@ -90,46 +90,3 @@ def test_recomputing_saves_memory_without_changing_numbers():
     assert selective < 0.75 * none, answers
     for _, *numbers in answers:
         assert numbers == pytest.approx(answers[-1][1:], rel=1e-6)
-
-
-# --------------------------------------------------------------------------------------------------
-# Compilation
-
-
-def run_and_count_graphs(argv: list[str]) -> tuple[int, str, str, int]:
-    """Run train.command; also return the number of graphs that were compiled."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    answer = run_command(argv)
-    return *answer, torch._dynamo.utils.counters["aot_autograd"]["total"]
-
-
-# A block has 2.4 MB: by default, Dynamo would split it where DDP's first bucket, of 1 MB, is full.
-# With 9 sequences, the last batch of an evaluation is smaller than the other batches.
-LARGE = "--d_model 256 --d_ff 512 --micro_batch_size 4 --eval_sequences 9 --eval_interval 2"
-LARGE += " --sample_tokens 3"
-# ranks | most graphs | flags
-COMPILED = """
-1 | 7 | --activation_checkpointing selective --loss_chunks 2
-1 | 7 | --n_layer 5
-2 | 7 | --strategy ddp
-2 | 8 | --strategy single --tp 2
-"""
-
-
-@pytest.mark.slow(proves="the number of graphs, which all blocks share")
-@pytest.mark.parametrize("ranks, most, flags", cells(COMPILED))
-def test_a_compiled_run_has_the_numbers_of_an_eager_one_and_few_graphs(
-    train, on_ranks, tmp_path, ranks, most, flags
-):
-    """A block and the loss have a graph for steps, for evaluations, and for their last batch.
-
-    One more block is that of the sample. Under tp the loss is not compiled, but each block is.
-    """
-    text = f"{LARGE} {flags}"
-    eager = train(int(ranks), text, "eager")
-    compiled = on_ranks(int(ranks), run_and_count_graphs, f"{text} --compile", timeout=120)
-    for status, _, error, graphs in compiled:
-        assert status == 0, error
-        assert 3 < graphs <= int(most)
-    assert_close(tmp_path / "run", eager.out)

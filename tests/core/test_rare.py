@@ -1,6 +1,7 @@
 """What is rare in a run, and must not change its numbers or lose it.
 
-A gradient that is not finite on one rank, a write that fails on one rank, and hundreds of steps.
+A gradient that is not finite on one rank, a write that fails on one rank, compiled layers, and
+hundreds of steps.
 """
 
 import math
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed
 from rig import (
+    assert_close,
     assert_same_bits,
     build_run,
+    cells,
     run_command,
     snapshot,
     train_step,
@@ -86,6 +89,43 @@ def test_a_write_that_fails_on_rank_1_loses_no_checkpoint(on_ranks, train):
     again = train(2, flags)
     assert (again.status, again.steps()) == (0, [2, 4, 6]), again.error
     assert_same_bits(again.out, whole.out)
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiled layers
+
+
+def run_and_count_graphs(argv: list[str]) -> tuple[int, str, int]:
+    """Run train.command; return its status, its error, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    status, _, error = run_command(argv)
+    return status, error, torch._dynamo.utils.counters["aot_autograd"]["total"]
+
+
+# A block has 2.4 MB: by default, Dynamo would split it where DDP's first bucket, of 1 MB, is full.
+# With 9 sequences, the last batch of an evaluation is smaller than the other batches.
+LARGE = "--d_model 256 --d_ff 512 --micro_batch_size 4 --eval_sequences 9 --eval_interval 2"
+COMPILED = """
+1 | --n_layer 5 --activation_checkpointing selective
+2 | --strategy ddp
+2 | --strategy fsdp --wrap block
+"""
+
+
+@pytest.mark.slow(proves="--compile, which takes half a minute, with a graph that all blocks share")
+@pytest.mark.parametrize("ranks, flags", cells(COMPILED))
+def test_a_compiled_run_has_the_numbers_of_the_plain_one(on_ranks, train, tmp_path, ranks, flags):
+    text = f"{LARGE} --sample_tokens 3 {flags}"
+    plain = train(int(ranks), text, "plain")
+    for status, error, graphs in on_ranks(
+        int(ranks), run_and_count_graphs, f"{text} --compile", name="compiled", timeout=240
+    ):
+        assert status == 0, error
+        # A block and the loss: for steps, for evaluations, and for their last, smaller batch.
+        # One more block is that of the sample.
+        assert 3 < graphs <= 7
+    assert_close(tmp_path / "compiled", plain.out)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ def test_a_run_continues_with_and_without_tensor_parallelism(train, meshes):
     assert_same_numbers(whole, run)
 
 
+@pytest.mark.slow(proves="the compiler, which takes half a minute")
+def test_compiled_ranks_have_the_numbers_of_one_rank(train):
+    one = train(1, "--strategy single", "one")
+    split = train(2, "--strategy single --tp 2 --compile", "split", timeout=240)
+    assert_same_numbers(one, split)
+
+
 def test_a_size_that_tp_cannot_split_is_refused(train):
     """SMALL has n_kv_head 2."""
     refused = train(4, "--strategy single --tp 4")
