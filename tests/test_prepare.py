@@ -97,7 +97,7 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path):
     In the cache of the Hub, files are links to blobs, whose names say nothing.
     """
     kept = ["a/y.md", "b/1.txt", "b/2.py", "c/deep/3.TXT"]
-    hidden = [".git/hooks/a.txt", ".env", ".cache/huggingface/a.jsonl"]
+    hidden = [".git/hooks/a.txt", "a/.draft.md", ".cache/huggingface/a.jsonl"]
     other = ["a/n.ipynb", "a/p.html", "b/1.txt.bak", "data.csv", "LICENSE", "blob"]
     for name in reversed(kept + hidden + other):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
