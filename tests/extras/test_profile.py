@@ -58,14 +58,15 @@ def test_a_window_is_traced_on_every_rank_and_changes_no_number(on_ranks, train,
         assert names.count("aten::embedding") == 2  # one forward pass per step
         assert figures["steps"] == [4, 5]
         assert figures["host_syncs"] == {f"{Path(__file__).name}:{here}": 1}
-        sent = {
-            (row["kind"], row["axis"]): (row["calls"], *row["dtypes"])
-            for row in figures["communicated"]
-        }
+        sent = {}
+        for row in figures["communicated"]:
+            sent[row["kind"], row["axis"]] = row["calls"], row["bytes"], row["dtypes"]
         assert sent == {
-            ("all_gather", "dp_shard"): (4, "bfloat16"),
-            ("reduce_scatter", "dp_shard"): (3, "float32"),
-            ("all_reduce", "dp_shard"): (1, "float32"),  # the group of all ranks
+            # Of 28,832 parameters, the 9,280 of the first block are gathered once more.
+            ("all_gather", "dp_shard"): (4, 2 * (28_832 + 9280), ["bfloat16"]),
+            ("reduce_scatter", "dp_shard"): (3, 4 * 28_832, ["float32"]),
+            # The squared norms of 20 gradients: the axis has the group of all ranks.
+            ("all_reduce", "dp_shard"): (1, 4 * 20, ["float32"]),
         }
         shares = [figures[name] for name in ("busy", "exposed_communication")]
         assert all(0 <= share <= 1 for share in shares)
