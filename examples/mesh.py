@@ -1,4 +1,4 @@
-"""Print what each rank holds and reads on a mesh, for chapter 5 of the lecture.
+"""Print what each rank holds and reads on a mesh, for chapter 3 of the lecture.
 
 torchrun --standalone --nproc_per_node 4 examples/mesh.py          # 2 x 2
 torchrun --standalone --nproc_per_node 6 examples/mesh.py 3 2      # dp_replicate 3 x dp_shard 2

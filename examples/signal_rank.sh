@@ -1,5 +1,5 @@
 #!/bin/bash
-# Send a signal to the last rank of a run after a step, for chapters 11 and 12 of the lecture.
+# Send a signal to the last rank of a run after a step, for chapter 7 of the lecture.
 #
 # bash examples/signal_rank.sh SIGNAL STEP OUT torchrun ... train.py --out OUT ...
 

@@ -10,20 +10,6 @@ import torch
 
 import dist
 
-# Files, by their paths in the repository, that an issue will move to the new core, and what it
-# does. Tests among them are not collected, and tests of documents leave the others out.
-NEXT_ISSUES = dict.fromkeys(
-    [
-        "docs/lecture.md",
-        "docs/lecture-1-ranks.md",
-        "docs/lecture-2-memory.md",
-        "docs/lecture-3-clusters.md",
-        "tests/test_lecture.py",  # and so docs/bugs and docs/play.py
-    ],
-    "issue 100 writes the lecture again",
-)
-collect_ignore = [rig.ROOT / file for file in NEXT_ISSUES]
-
 
 def pytest_configure(config) -> None:
     for marker in (
