@@ -5,9 +5,9 @@ python examples/gpu.py b OUT             # saves, four ranks on one GPU, a slice
 
 The steps of a call are in the order of their value, since what does not fit goes from the end. A
 step that fails or exceeds its limit does not stop the next one. OUT/a.json or OUT/b.json, written
-after each step, contains the status, figures and last lines of every step. docs/benchmarks.md has a
-prediction for each row, and says what a result decides. Without a GPU this is a dry run: the model
-is tiny, nothing is compiled, and steps that need a GPU are skipped.
+after each step, contains the status, figures and last lines of every step. A prediction for each
+row, and what a result decides, stand in examples/waiting-for-a-gpu.md. Without a GPU this is a dry
+run: the model is tiny, nothing is compiled, and steps that need a GPU are skipped.
 """
 
 import gzip

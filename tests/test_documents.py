@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from config import KINDS
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
-DOCUMENTS += sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS += sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 PATCHES = {path.stem: path.read_text() for path in sorted(ROOT.glob("examples/*.patch"))}
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [name for name in MODULES if re.fullmatch("tools.(?!common|rehearse).*", name)]
@@ -110,7 +110,6 @@ def test_error_lines_that_are_explained_are_in_the_code():
     code = re.sub(r'"\n\s*f?"', "", code)  # joins the parts of a text
     code = re.sub(r"\{[^{}\n]*\}", "...", code)
     _, _, page = (ROOT / "docs/reference.md").read_text().partition("# When it goes wrong\n")
-    page = page or (ROOT / "docs/when-it-goes-wrong.md").read_text()
     symptoms = " ".join(re.findall(r"^\| (`[^`]+`(?:(?:,| or) `[^`]+`)*) \| ", page, re.M))
     lines = re.findall("`(.*?)`", symptoms)
     assert lines and not [line for line in lines if line not in code]
