@@ -144,7 +144,7 @@ def test_only_steps_are_in_training_mode_and_the_rope_table_is_never_rounded(on_
 # --------------------------------------------------------------------------------------------------
 # Commands that people come for
 
-SHORT = "--max_steps 5 --warmup_steps 5 --eval_sequences 16 --sample_tokens 8"
+SHORT = "--max_steps 5 --warmup_steps 5 --eval_sequences 16 --sample_tokens 16"
 WHOLE = pytest.param("", 1.45, marks=pytest.mark.slow(proves="the loss of the default run"))
 
 
@@ -214,34 +214,43 @@ class DiskError(ValueError):
 
 def outcome(where: str, endings: list[str]) -> str:
     """What this rank returns or raises, if each rank has its own ending."""
-    rank = dist.start("cpu", timedelta(seconds=9)).rank
-    errors = {"os": OSError("full"), "disk": DiskError("disk", "full")}
+    world = dist.start("cpu", timedelta(seconds=9))
+    group = torch.distributed.new_group([1, 2]) if where == "group" else None
 
-    def work() -> int:
-        if endings[rank] in errors:
-            raise errors[endings[rank]]
-        return rank
+    def work() -> str:
+        if endings[world.rank] != "fine":
+            raise {"os": OSError("full"), "disk": DiskError("disk", "full")}[endings[world.rank]]
+        return f"rank {world.rank}"
 
     try:
-        return str(getattr(dist, where)(work))
+        if where == "rank0":
+            found = dist.on_rank0(work)
+        elif endings[world.rank] == "outside":
+            found = "outside"
+        else:
+            found = " ".join(dist.on_all_ranks(work, group=group))
     except Exception as error:
-        return f"{type(error).__name__} {getattr(error, 'exit_status', '-')}"
+        found = f"{type(error).__name__} {getattr(error, 'exit_status', '-')}"
+    dist.on_all_ranks(int)  # no rank exits while another one connects
+    return found
 
 
-# where, endings of both ranks | what each rank returns or raises, with the exit status
+# where, the endings of three ranks | what each rank gets
 OUTCOMES = """
-on_all_ranks fine fine | [0, 1]      | [0, 1]
-on_all_ranks fine os   | RankError 1 | OSError -
-on_all_ranks disk os   | DiskError 2 | RankError 2
-on_rank0     fine disk | 0           | 0
-on_rank0     disk fine | DiskError 2 | RankError 2
+all   fine fine fine    | rank 0 rank 1 rank 2 | rank 0 rank 1 rank 2 | rank 0 rank 1 rank 2
+all   fine os   fine    | RankError 1          | OSError -            | RankError 1
+all   fine disk os      | RankError 2          | DiskError 2          | RankError 2
+rank0 fine disk os      | rank 0               | rank 0               | rank 0
+rank0 disk fine fine    | DiskError 2          | RankError 2          | RankError 2
+group outside fine fine | outside              | rank 1 rank 2        | rank 1 rank 2
+group outside fine disk | outside              | RankError 2          | DiskError 2
 """
 
 
 @pytest.mark.parametrize("case, expected", [(case, found) for case, *found in cells(OUTCOMES)])
 def test_an_error_on_one_rank_is_raised_on_all(pool, case, expected):
     where, *endings = case.split()
-    assert pool(2, outcome, where, endings, timeout=8) == expected
+    assert pool(3, outcome, where, endings, timeout=8) == expected
 
 
 ENDS = [
