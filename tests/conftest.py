@@ -1,6 +1,5 @@
 """The fixtures of the tests, made of rig.py."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,18 +83,6 @@ def one_rank(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield dist.start("cpu")
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A 1 MB file system, with room for two or three checkpoints but not eight."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture

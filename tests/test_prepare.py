@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -166,12 +165,6 @@ def test_one_document_gives_its_tail_to_validation(tmp_path):
         assert meta["val_bytes"] == size * meta["val_tokens"] // (size + 1)
 
 
-def test_half_of_a_pair_becomes_one_replacement_character(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(rb'{"text": "\ud83d \ud83d\ude00 \udc00\u00e9"}')
-    out = run(tmp_path / "out", tmp_path / "a.jsonl")
-    assert documents_of(out) == ["\ufffd \U0001f600 \ufffdé"]
-
-
 def test_only_up_to_65_536_ids_fit_into_two_bytes(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("text")
     for n, dtype in ((65_279, "uint16"), (65_280, "uint32")):  # and 256 bytes, and end-of-text
@@ -230,17 +223,6 @@ def test_rows_of_parquet_and_data_sets_without_text_are_refused(tmp_path):
     pytest.importorskip("datasets")
     assert "line 1: " in refused(out, "--dataset", tmp_path)
     assert "cannot be read" in refused(out, "--dataset", tmp_path / "gone")
-
-
-def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch, request):
-    monkeypatch.chdir(tmp_path)  # other users may have no access to the folders above
-    tmp_path.chmod(0o777)
-    Path("text/secret").mkdir(parents=True)
-    Path("text/a.txt").write_text("text")
-    Path("text/secret").chmod(0)
-    request.addfinalizer(partial(os.seteuid, os.geteuid()))
-    os.seteuid(os.geteuid() or 65534)  # permissions do not stop root
-    assert "text/secret" in refused(Path("out"), "--source", "text", status=1)
 
 
 def test_an_existing_folder_is_never_overwritten(tmp_path):
