@@ -70,6 +70,10 @@ def after_a_save(run: PoolJob) -> bool:
     return saved_steps(run.out) == [SAVE_INTERVAL]
 
 
+def after_the_last_save(run: PoolJob) -> bool:
+    return STEPS in saved_steps(run.out)
+
+
 def in_a_save(run: PoolJob) -> bool:
     """Stop the ranks as soon as there is an incomplete checkpoint; let them go on if it is gone."""
     # A checkpoint is complete from the moment at which it has its name.
@@ -85,19 +89,21 @@ def in_a_save(run: PoolJob) -> bool:
     return bool(incomplete(run.out))
 
 
-MOMENTS = (in_a_step, in_an_evaluation, in_the_last_evaluation, after_a_save, in_a_save)
+MOMENTS = [in_a_step, in_an_evaluation, in_the_last_evaluation]
+MOMENTS += [after_a_save, after_the_last_save, in_a_save]
 
 # --------------------------------------------------------------------------------------------------
 # How
 
 # signal | who gets it | when | further flags | steps that are evaluated in the end
-# Both ranks get a signal from Slurm, and torchrun with its ranks from Ctrl-C in a terminal. Step 5
-# is saved before it is evaluated, so a kill between the two loses neither.
+# Both ranks get a signal from Slurm, and torchrun with its ranks from Ctrl-C in a terminal. Steps 5
+# and 13 are saved before they are evaluated, so a kill between the two loses neither.
 QUICK = """
 SIGUSR1 | rank 1   | in_a_step              |                                        | 13
 SIGTERM | both     | in_an_evaluation       | --eval_interval 1 --eval_sequences 100 | 1-13
 SIGINT  | rank 1   | in_the_last_evaluation | --eval_sequences 400                   | 13
 SIGKILL | both     | after_a_save           | --eval_interval 5 --eval_sequences 400 | 5 10 13
+SIGKILL | both     | after_the_last_save    | --eval_sequences 400                   | 13
 SIGKILL | both     | in_a_save              | --save_interval 1                      | 13
 """
 SLOW = """
@@ -132,7 +138,7 @@ def test_the_same_command_continues_a_run_that_was_ended(
     before, saved = run.rows(), saved_steps(run.out)[-1]
     if number == signal.SIGKILL:
         assert status == KILLED
-        assert 0 < saved < STEPS
+        assert saved > 0 and run.rows("val_loss") == []
     else:
         assert status == (TORCHRUN_FAILED if receiver == "torchrun" else os.EX_TEMPFAIL)
         assert saved == before[-1]["step"] <= seen + 1 + 2
