@@ -24,7 +24,6 @@ RUN = (
     f"--strategy fsdp --max_steps {STEPS} --save_interval {SAVE_INTERVAL} --keep_every 1 "
     "--global_batch_size 16 --micro_batch_size 1"
 )
-TORCHRUN_FAILED = 1
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +139,8 @@ def test_the_same_command_continues_a_run_that_was_ended(
         assert status == KILLED
         assert saved > 0 and run.rows("val_loss") == []
     else:
-        assert status == (TORCHRUN_FAILED if receiver == "torchrun" else os.EX_TEMPFAIL)
+        # The status of torchrun, which got the signal as well, is its own.
+        assert status != 0 if receiver == "torchrun" else status == os.EX_TEMPFAIL
         assert saved == before[-1]["step"] <= seen + 1 + 2
         assert f"stopped after step {saved}; the same command continues" in run.printed()
 
@@ -180,7 +180,7 @@ def test_a_rank_that_hangs_ends_the_job_by_a_line_that_names_it(job, hung):
     began = time.monotonic()
     running.until(lambda: "error" in running.printed(), 40)
     assert time.monotonic() - began > 9, running.printed()
-    assert running.wait() == TORCHRUN_FAILED
+    assert running.wait() == 1  # torchrun's, of a job that failed
     lost = {0: "while waiting for send/recv from rank 0", 2: "Ranks 2 failed to pass"}
     line = f"a rank died or hangs \\(.*{lost[hung]}"
     assert re.search(line, running.printed()), running.printed()
