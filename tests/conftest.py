@@ -53,14 +53,11 @@ def on_ranks(pool, tokens, tmp_path) -> Callable:
 
 
 @pytest.fixture
-def train(on_ranks, tmp_path) -> Callable:
+def train(pool, tokens, tmp_path) -> Callable:
     """train(ranks, "--strategy fsdp", name): run train.command with SMALL and these flags."""
 
     def call(ranks: int, text: str = "", name: str = "run", **options) -> rig.Run:
-        answers = on_ranks(ranks, rig.run_command, text, name=name, **options)
-        statuses = {status for status, _, _ in answers}
-        assert len(statuses) == 1, f"ranks end with different statuses: {answers}"
-        return rig.Run(tmp_path / name, *answers[0])
+        return rig.train(ranks, tokens, tmp_path / name, text, **options)
 
     return call
 

@@ -4,7 +4,7 @@ With conftest.py, which makes fixtures of it, and the folder core it also works 
 of the core alone, which it knows by their command line, their files and public functions.
 
 pool(n, function, ...)     calls a function on n ranks at once; importing torch is paid only once
-train(n, "FLAGS", name)    runs train.command on n ranks of the pool; returns what happened
+train(n, tokens, out, "")  runs train.command with these flags on n ranks of the pool
 PoolJob(argv, n)           starts such a run, and returns at once
 Job(torchrun(n, argv))     starts train.py under torchrun, for signals and kills
 """
@@ -197,9 +197,9 @@ class Run:
     """What a run printed and left. `status` 0, 1, 2 and 75 are those of train.py."""
 
     out: Path
-    status: int
-    printed: str  # by rank 0
-    error: str  # the line of the error; empty if there was none
+    status: int = 0
+    printed: str = ""  # by rank 0
+    error: str = ""  # the line of the error, if there was one
 
     def rows(self, key: str = "loss") -> list[dict]:
         """The rows of metrics.jsonl that contain `key`."""
@@ -253,7 +253,7 @@ def run_command(argv: list[str], main: Callable = trainer.command) -> tuple[int,
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(list(map(str, argv)))
-        error = err.getvalue()
+        error = err.getvalue() if status else ""  # else it has warnings of packages
     except SystemExit as end:  # from the parser
         status, error = end.code, err.getvalue()
     except Exception as exception:
@@ -261,6 +261,14 @@ def run_command(argv: list[str], main: Callable = trainer.command) -> tuple[int,
             raise
         status, error = exception.exit_status, str(exception)
     return status or 0, out.getvalue(), error
+
+
+def train(ranks: int, tokens: Path, out: Path, text: str = "", **options) -> Run:
+    """Run train.command with SMALL and further flags on ranks of the pool, which must end alike."""
+    answers = POOL(ranks, run_command, arguments(tokens, out, text), **options)
+    statuses = {status for status, _, _ in answers}
+    assert len(statuses) == 1, f"ranks end with different statuses: {answers}"
+    return Run(out, *answers[0])
 
 
 def assert_same_bits(out: Path, other: Path) -> None:
@@ -500,11 +508,6 @@ def write_tokens(folder: Path, seed: int = 1, documents: int = 40) -> Path:
         meta |= {f"{split}_tokens": len(ids), f"{split}_bytes": len(ids) - count}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
-
-
-def copy_run(run: Path, to: Path) -> Path:
-    """Copy a run folder, which a test may then damage."""
-    return shutil.copytree(run, to)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

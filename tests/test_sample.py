@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rig import arguments, cells, full_tensors, last_checkpoint, run_command, save_tokenizer
+import rig
+from rig import cells, full_tensors, last_checkpoint, run_command, save_tokenizer
 
 import checkpoint
 import prepare
@@ -19,8 +20,8 @@ GREEDY = ("--temperature", "0")
 def trained(pool, tokens, tmp_path_factory) -> Path:
     """A run of two checkpoints, of a model of bytes."""
     out = tmp_path_factory.mktemp("sample") / "run"
-    argv = arguments(tokens, out, "--max_steps 2 --save_interval 1 --strategy fsdp")
-    assert [status for status, _, _ in pool(2, run_command, argv)] == [0, 0]
+    flags = "--max_steps 2 --save_interval 1 --strategy fsdp"
+    assert rig.train(2, tokens, out, flags).status == 0
     return out
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -28,9 +29,7 @@ FLAGS = "--strategy fsdp --save_interval 2 --max_steps 4 --keep_every 1"
 def trained(pool, tokens, tmp_path_factory) -> rig.Run:
     """A run of two ranks with checkpoints of steps 2 and 4. Tests damage copies of it."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    answers = pool(2, rig.run_command, rig.arguments(tokens, out, FLAGS))
-    assert [status for status, _, _ in answers] == [0, 0]
-    return rig.Run(out, *answers[0])
+    return rig.train(2, tokens, out, FLAGS)
 
 
 def new_saver(run: Path, report: Callable = lambda row, line: None) -> checkpoint.Saver:
@@ -45,10 +44,6 @@ def save_one(run: Path, step: int) -> None:
     saver = new_saver(run)
     saver.save(state, {"step": step})
     saver.close()
-
-
-def steps_of(run: Path) -> list[int]:
-    return [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -72,7 +67,7 @@ manifest.json          | is missing
 @pytest.mark.parametrize("name, damage", rig.cells(ROWS))
 def test_a_damaged_checkpoint_is_passed_over(train, trained, tmp_path, name, damage):
     """The start names it, continues from the older one, and replaces it."""
-    out = rig.copy_run(trained.out, tmp_path / "run")
+    out = shutil.copytree(trained.out, tmp_path / "run")
     old, new = checkpoint.list_checkpoints(out)
     DAMAGES[damage](new / name)
     assert checkpoint.verify(new)
@@ -88,7 +83,7 @@ def test_a_damaged_checkpoint_is_passed_over(train, trained, tmp_path, name, dam
 
 def test_a_start_without_an_intact_checkpoint_is_refused(train, trained, tmp_path):
     """In one line, which is not taken for gloo's error of a lost rank, although it has gloo/."""
-    out = rig.copy_run(trained.out, tmp_path / "gloo/run")
+    out = shutil.copytree(trained.out, tmp_path / "gloo/run")
     old, new = checkpoint.list_checkpoints(out)
     rig.flip(new / RANK0, -5)
     (old / "index.json").unlink()
@@ -307,7 +302,7 @@ def test_retention_neither_removes_nor_counts_newer_checkpoints(tmp_path):
     """They are damaged: a start has passed over them."""
     for step in (9, 1, 2, 3):
         save_one(tmp_path, step)
-    assert steps_of(tmp_path) == [2, 3, 9]
+    assert rig.Run(tmp_path).steps() == [2, 3, 9]
 
 
 def test_only_the_failure_of_the_last_save_fails_a_run(tmp_path):
@@ -320,11 +315,11 @@ def test_only_the_failure_of_the_last_save_fails_a_run(tmp_path):
     saver.save({"a": torch.ones(3)}, {"step": 5})
     saver.close()
     assert [row["step"] for row in rows if row["event"] == "checkpoint_failed"] == [2]
-    assert steps_of(tmp_path) == [3, 4, 5]
+    assert rig.Run(tmp_path).steps() == [3, 4, 5]
     saver.save({"a": torch.ones(3)}, {"step": 6}, "no space")
     with pytest.raises(checkpoint.CheckpointError, match="no space"):
         saver.close()
-    assert steps_of(tmp_path) == [3, 4, 5]
+    assert rig.Run(tmp_path).steps() == [3, 4, 5]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,7 +350,7 @@ def save_and_die(number: int, run: Path, step: int) -> None:
 def killed_saves(earlier: Path, folder: Path, step: int) -> Iterator[Path]:
     """Copies of a run in which the save of a step was killed ever later, until it has ended."""
     for number in itertools.count(1):
-        run = rig.copy_run(earlier, folder / str(number))
+        run = shutil.copytree(earlier, folder / str(number))
         (process,) = rig.fork_ranks(1, save_and_die, number, run, step)
         process.join(60)
         assert process.exitcode in (0, -signal.SIGKILL)
@@ -379,7 +374,7 @@ def test_a_save_killed_anywhere_loses_no_checkpoint(tmp_path, step):
         paths = checkpoint.list_checkpoints(run)
         intact.append([checkpoint.step_of(path) for path in paths if not checkpoint.verify(path)])
         left.add(len(list((run / "checkpoints").iterdir())) > len(paths))
-        assert step == 2 or intact[-1] == steps_of(run)
+        assert step == 2 or intact[-1] == rig.Run(run).steps()
         save_one(run, step if step == 2 else 4)
         assert not any(map(checkpoint.verify, checkpoint.list_checkpoints(run)))
         assert len(list((run / "checkpoints").iterdir())) == 2

@@ -9,13 +9,14 @@ nothing.
 import functools
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from rig import SMALL, Operations, Run, cells, copy_run, run_command, write_tokens
+from rig import SMALL, Operations, Run, cells, run_command, write_tokens
 
 # The flag and its value | ranks | flags of both runs | what differs: see assert_seen
 # {other} is another token folder, {file} a file with {"lr": 1e-4}, {first} a run of one step, and
@@ -148,7 +149,7 @@ def see_row(pool, tokens, tmp_path_factory):
     def run(ranks: str, flags: str) -> Seen:
         out = tmp_path_factory.mktemp("flags") / "run"
         if flags.startswith("again"):
-            copy_run(others["first"], out)
+            shutil.copytree(others["first"], out)
         argv = f"{small} --out {out} {flags.removeprefix('again')}".format(**others).split()
         *answer, operations = pool(int(ranks), run_and_count, argv)[0]
         return Seen(Run(out, *answer), operations)

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from rig import KILLED, Job, PoolJob, arguments, assert_same_bits, cells, run_command
+import rig
+from rig import KILLED, Job, PoolJob, arguments, assert_same_bits, cells
 
 import checkpoint
 
@@ -30,8 +31,7 @@ RUN = (
 def whole(pool, tokens, tmp_path_factory) -> Path:
     """The folder of the run that nothing ends."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    for status, _, error in pool(2, run_command, arguments(tokens, out, RUN)):
-        assert (status, error) == (0, "")
+    assert rig.train(2, tokens, out, RUN).status == 0
     return out
 
 

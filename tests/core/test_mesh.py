@@ -13,6 +13,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
+import rig
 import torch
 import torch.distributed
 from rig import Operations, Run, arguments, assert_same_bits, cells, run_command
@@ -159,7 +160,7 @@ def trained(pool, tokens, tmp_path_factory):
             before = name.startswith("ddp") + 2 * n  # DDP has a pass before step 1
             assert len(passes) == before + (STEPS - 2) * n
             notes.append(sum(passes[before : before + n], []))
-        return Trained(Run(root / name, 0, "", ""), notes)
+        return Trained(Run(root / name), notes)
 
     return train
 
@@ -301,9 +302,8 @@ def go_on(pool, tokens, tmp_path, trained):
         row, run, out = (ROWS | SINGLE)[other], trained(name).run, tmp_path / "run"
         shutil.copytree(run.out, out)
         shutil.rmtree(checkpoint.step_path(out, STEPS))
-        for status, _, error in pool(row.ranks, run_command, arguments(tokens, out, row.flags())):
-            assert (status, error) == (0, "")
-        continued = Run(out, 0, "", "")
+        continued = rig.train(row.ranks, tokens, out, row.flags())
+        assert continued.status == 0, continued.error
         assert continued.rows()[:STOP] == run.rows()[:STOP]  # with their times: it went on
         return continued
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rig import SMALL, Run, cells, copy_run, run_command, snapshot, write_tokens
+from rig import SMALL, Run, cells, run_command, snapshot, write_tokens
 
 # The learning rate is constant, so that a run which ends and continues takes the same steps as one
 # that does neither.
@@ -52,7 +52,7 @@ def change(place: Place, text: str) -> None:
     root = place.root
     match text.split(":", 2):
         case "copy", source, name:  # the folder {trained} or {tokens}
-            copy_run(getattr(place, source), root / name)
+            shutil.copytree(getattr(place, source), root / name)
         case "remove", pattern:
             for path in root.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -79,7 +79,7 @@ def run_rank(argvs: list[list[str]]) -> tuple[int, str, str]:
 
 def column(out: Path, name: str) -> dict[int, float]:
     """Step -> value of a column of the log."""
-    return {row["step"]: row[name] for row in Run(out, 0, "", "").rows(name)}
+    return {row["step"]: row[name] for row in Run(out).rows(name)}
 
 
 def numbers(text: str) -> list[float]:
@@ -135,7 +135,7 @@ class Judge:
         steps = numbers(expected["steps"])
         saved = numbers(expected["saved"]) if "saved" in expected else steps[-2:]
         assert [*column(out, "loss")] == steps
-        assert Run(out, 0, "", "").steps() == saved
+        assert Run(out).steps() == saved
         if "evaluated" in expected:
             assert [*column(out, "val_loss")] == numbers(expected["evaluated"])
         if "tokens" in expected:
@@ -363,6 +363,6 @@ def test_a_folder_belongs_to_one_run_at_a_time(judge, job):
     first.process.terminate()
     assert first.wait() == 75  # the process is not torchrun's, so its status is train.py's
     stopped = first.rows()[-1]["step"]
-    assert Run(first.out, 0, "", "").steps()[-1] == stopped
+    assert Run(first.out).steps()[-1] == stopped
     judge.start(f"--max_steps {stopped}", f"says step {stopped}/{stopped}  val_loss")
     judge("", f"--max_steps {stopped}", f"says step {stopped}, max_steps is {stopped}")
