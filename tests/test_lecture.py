@@ -94,15 +94,6 @@ def test_a_bug_changes_the_function_of_its_mark(bug, tmp_path):
     assert node.lineno <= changed + 1 <= node.end_lineno
 
 
-def test_a_mark_without_its_block_is_refused():
-    text = "## 1\n\n<!-- prints -->\n    python one.py\n\n```\nhello\n```\n"
-    (block,) = play.chapters(text)["1"]
-    assert (block.kind, block.text, block.output) == ("prints", "    python one.py\n", "hello\n")
-    for wrong in ("<!--prints-->", "<!-- prints -->\nthat is:"):
-        with pytest.raises(ValueError):
-            play.chapters(text.replace("<!-- prints -->", wrong))
-
-
 SLOW = pytest.mark.slow(proves="what the commands of the lecture print, with and without its bugs")
 
 

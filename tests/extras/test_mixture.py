@@ -75,16 +75,6 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
         assert read[turns == i].equal(alone[[*range(2 * share)]][:, 0])
 
 
-def test_the_order_and_the_name_of_a_mixture_have_not_changed(folders):
-    """A run reads on where it stopped, also with later code, but not with other shares."""
-    source = mixtures.open_mixture("{a}:0.7,{b}:0.3".format(**folders))
-    read = source.open("train", 16, 5)[[*range(12), 999, 1000, 10**9]][:, 0].tolist()
-    assert read == [20, 33, 120, 54, 35, 114, 1, 34, 9, 100, 58, 13, 102, 13, 1]
-    first, second = source.folders
-    expected = f"700/1000 of {first.fingerprint}, 300/1000 of {second.fingerprint}"
-    assert source.fingerprint == expected
-
-
 @pytest.mark.parametrize("share, count", [(0.7, 10), (0.99, 2500)])
 def test_validation_of_a_mixture_keeps_its_shares(folders, share, count):
     """It spreads each part evenly, even one with more windows than thousandths (b at 0.01)."""

@@ -11,11 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rig import ROOT, cells, read_rows, run_command
-from torch.autograd import profiler as torch_profiler
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-import dist
 from extras.profile import HostSyncCounter, Profiler
 
 
@@ -87,19 +85,6 @@ def test_a_run_continued_inside_the_window_is_not_profiled(train):
     run = train(1, "--max_steps 6 --schedule constant --profile 2:5")
     assert run.status == 0, run.error
     assert not (run.out / "profile").exists()
-
-
-def test_the_profiler_starts_and_stops_with_nothing_in_flight(one_rank, tmp_path):
-    """It waits before it starts, and before it stops. An axis of one rank sends nothing."""
-    waited = []
-    mesh = dist.make_mesh(one_rank, (1, 1, 1))
-    save = SimpleNamespace(wait=lambda: waited.append(torch_profiler._is_profiler_enabled))
-    profiler = Profiler((2, 3), tmp_path, mesh, str, [save])
-    for step in range(1, 6):
-        with profiler.step(step):
-            torch.distributed.all_reduce(torch.ones(2), group=mesh.get_group("tp"))
-    assert waited == [False, True]
-    assert json.loads((tmp_path / "rank_0.json").read_text())["communicated"] == []
 
 
 def test_a_blocking_copy_between_devices_is_a_host_sync():

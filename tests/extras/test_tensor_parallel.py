@@ -14,24 +14,6 @@ def assert_same_numbers(one: Run, other: Run) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow(proves="statistics, beside the recorded losses")
-def test_tensor_parallel_ranks_have_the_statistics_of_one_rank(train):
-    """Of a size whose head is not tied to the embedding."""
-    flags = "--model tinyllama-1.1b --max_grad_norm 0.5 --optim_metrics_interval 1"
-    one = train(1, f"--strategy single {flags}", "one")
-    split = train(
-        4, f"--strategy fsdp --tp 2 --activation_checkpointing selective {flags}", "split"
-    )
-    assert_same_numbers(one, split)
-    assert {each["clipped"] for each in one.rows()} == {1}
-    expected = {(each["step"], each["parameter"]): each for each in one.statistics()}
-    found = {(each["step"], each["parameter"]): each for each in split.statistics()}
-    assert expected.keys() == found.keys() and len(found) > 50
-    for place, values in expected.items():
-        for name in ("grad_norm", "weight_norm", "update_norm", "exp_avg_sq_norm"):
-            assert found[place][name] == pytest.approx(values[name], rel=2e-3, abs=1e-9), place
-
-
 @pytest.mark.slow(proves="further meshes")
 @pytest.mark.parametrize("meshes", [(1, 2), (2, 1)])
 def test_a_run_continues_with_and_without_tensor_parallelism(train, meshes):
