@@ -185,7 +185,7 @@ class Log:
         row |= {"tokens_per_second_per_device": per_device, "mfu": None}
         if self.run.peak_tflops:
             row["mfu"] = per_device * self.flops_per_token / (1e12 * self.run.peak_tflops)
-        self.write(row, console_line(row, self.run.max_steps, is_first=self.last_row is None))
+        self.write(row, console_line(row, self.run.max_steps))
         self.last_row = row
 
     def evaluation(self, step: int, val_loss: float) -> None:
@@ -259,8 +259,9 @@ def peak_memory() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), on_host
 
 
-def console_line(row: dict, max_steps: int, is_first: bool) -> str:
-    """Format a training row for the console."""
+def console_line(row: dict, max_steps: int) -> str:
+    """Format a training row for the console, with the time left at the speed of its steps."""
+    left = round((max_steps - row["step"]) * row["step_time"])
     line = (
         f"{row['step'] / max_steps:4.0%}  loss {row['loss']:.4f}  "
         f"grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
@@ -268,10 +269,7 @@ def console_line(row: dict, max_steps: int, is_first: bool) -> str:
     )
     if row["mfu"] is not None:
         line += f"  mfu {row['mfu']:.1%}"
-    if not is_first:  # the first step allocates and may compile, so it does not predict the rest
-        left = round((max_steps - row["step"]) * row["step_time"])
-        line += f"  {left // 60}m{left % 60:02}s left"
-    return line
+    return f"{line}  {left // 60}m{left % 60:02}s left"
 
 
 def say(*lines: str) -> None:
