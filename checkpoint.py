@@ -174,6 +174,7 @@ def index_of(state: dict, boxes: Sequence[dict]) -> list[dict]:
     for name, tensor in flatten(state):
         cut = cut_of(tensor)
         if cut not in groups:
+            # Equal chunks of several ranks are copies, of which one is enough.
             writer_of = {boxes_of_rank[cut]: rank for rank, boxes_of_rank in enumerate(boxes)}
             chunks = [[rank, *box] for box, rank in writer_of.items() if math.prod(box[1]) > 0]
             if sum(math.prod(shape) for _, _, shape in chunks) != tensor.numel():
@@ -302,7 +303,7 @@ class Saver:
     failure: str | None = None  # why the last save failed, if it did
 
     def save(self, state: dict, manifest: dict, problem: str | None = None) -> None:
-        """Save `state` as step manifest["step"], or report the `problem` for which it must not."""
+        """Save `state` as step manifest["step"], or only report a `problem`, which forbids that."""
         self.write(state, manifest, problem)
 
     def wait(self) -> None:
@@ -340,7 +341,7 @@ class Saver:
         except Exception as error:
             if type(error) is RuntimeError and "gloo/" in str(error):
                 raise  # a rank is lost: see dist.name_lost_rank
-            self.failure = f"cannot write {path}: {error or repr(error)}"
+            self.failure = f"cannot write {path}: {str(error) or repr(error)}"
             row |= {"event": "checkpoint_failed", "error": self.failure}
         row["seconds"] = time.perf_counter() - began + (blocking_seconds or 0.0)
         row["blocking_seconds"] = blocking_seconds or row["seconds"]

@@ -93,11 +93,11 @@ def build_parser() -> errors.Parser:
 def add_flag(group, name: str) -> None:
     """Add a flag to a group of the parser, as the annotation of its field declares it."""
     _, help, *limits = HINTS[name].__metadata__
-    kind = HINTS[name].__origin__
-    if type(None) in get_args(kind):  # int for int | None
-        kind, _ = get_args(kind)
-    choices = {choice: choice for choice in get_args(kind)}  # of a Literal
-    if kind is bool:
+    of_type = HINTS[name].__origin__
+    if type(None) in get_args(of_type):  # int for int | None
+        of_type, _ = get_args(of_type)
+    choices = {choice: choice for choice in get_args(of_type)}  # of a Literal
+    if of_type is bool:
         choices = {"true": True, "false": False}
     default = getattr(Config, name)
 
@@ -108,12 +108,12 @@ def add_flag(group, name: str) -> None:
             raise argparse.ArgumentTypeError(f"{text}: choose from {', '.join(choices)}")
         if choices:
             return choices[text.lower()]
-        return errors.number(kind, *limits[0])(text) if limits else kind(text)
+        return errors.number(of_type, *limits[0])(text) if limits else of_type(text)
 
-    what = f"{{{','.join(choices)}}}" if choices else kind.__name__
+    what = f"{{{','.join(choices)}}}" if choices else of_type.__name__
     convert.__name__ = what  # argparse prints "invalid int value"
     options = {"type": convert, "default": argparse.SUPPRESS, "metavar": what}
-    if kind is bool:  # --compile alone is --compile true
+    if of_type is bool:  # --compile alone is --compile true
         options |= {"nargs": "?", "const": True}
     if default is not None:
         help += f" (default: {str(default).lower()})"
@@ -194,7 +194,7 @@ def resolve(
     # Each message has a fixed cost, so a small model is one FSDP unit.
     is_small = meta_model(model_config).parameter_count() <= 2_000_000
     defaults = {
-        "model": given.init_from or "tiny",
+        "model": "imported" if saved_model else "tiny",  # a saved model of ours has a name
         "strategy": "single" if world.size == given.tp else "ddp",
         "wrap": "none" if is_small else "block",
         "dtype": "bfloat16" if world.has_bfloat16 else "float32",
@@ -208,9 +208,9 @@ def resolve(
     if values["min_lr"] > values["lr"]:
         raise UsageError(f"--min_lr {given.min_lr} is above the peak learning rate {values['lr']}")
 
-    hosts = world.size, world.local_size
-    shape = dist.mesh_shape(values["strategy"], *hosts, given.dp_shard, given.tp)
-    dp_replicate, values["dp_shard"], _ = shape
+    dp_replicate, values["dp_shard"], _ = dist.mesh_shape(
+        values["strategy"], world.size, world.local_size, given.dp_shard, given.tp
+    )
     dp_size = dp_replicate * values["dp_shard"]
     batch = given.global_batch_size
     values["micro_batch_size"] = given.micro_batch_size or max(1, batch // dp_size)

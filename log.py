@@ -4,7 +4,7 @@ A training row is gathered from all ranks by one small all_gather and copied to 
 next steps run. It is written when it has arrived, so no host waits for its device.
 
 The files only grow. Each start of a run writes a row of its own, {"event": "start", "step": 20,
-...}, which makes earlier rows after its step void: see tools/common.py:read_log.
+...}, which makes earlier rows after its step void, as in `has_evaluation`.
 """
 
 import json
@@ -103,8 +103,8 @@ class Log:
         file = out / "wandb_id"
         if not file.exists() or not file.read_text():
             file.write_text(f"{out.name}-{datetime.now():%Y%m%d-%H%M%S}")
-        place = {"project": "nanoshard", "name": out.name, "dir": out, "id": file.read_text()}
-        self.page = wandb.init(**place, resume="allow", config=self.run.manifest["config"])
+        page = {"project": "nanoshard", "name": out.name, "dir": out, "id": file.read_text()}
+        self.page = wandb.init(**page, resume="allow", config=self.run.manifest["config"])
         self.page.define_metric("*", step_metric="step")  # wandb's own step cannot be repeated
 
     def start(self, facts: dict) -> None:
@@ -113,6 +113,7 @@ class Log:
         self.write(row | facts)
         if self.run.optim_metrics_interval:
             self.append("optim.jsonl", [row])
+        self.begin = self.record_event()
 
     def row(
         self, step: int, tokens: int, lr: float, columns: dict[str, Tensor], data_wait: float

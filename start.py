@@ -1,16 +1,17 @@
 """Where a run starts: its checkpoint, its flags, its data.
 
-    newest intact checkpoint in OUT? All ranks verify; damaged ones are passed over.
-      yes   continue: its step, weights and optimizer
-      no    a new run; with --init_from, the weights of the newest intact checkpoint there
+newest intact checkpoint in OUT? All ranks verify; damaged ones are passed over.
+  yes   continue: its step, weights and optimizer
+  no    a new run; with --init_from, the weights of the newest intact checkpoint there
 
-    flags: the parts of a run that its checkpoint records, then OUT/config.json, --config, typed
+flags: the parts of a run that its checkpoint records, then OUT/config.json, then --config, then
+typed ones: each replaces those before
 
-OUT/config.json      the flags as given, in this start or an earlier one; editing it is typing them
-    metrics.jsonl    one row per start, log_interval, evaluation and checkpoint
-    optim.jsonl      one row per parameter, with --optim_metrics_interval
-    checkpoints/     see checkpoint.py
-    lock             held while a run writes to the folder
+OUT/config.json  the flags as given, in this start or an earlier one; editing it is typing them
+metrics.jsonl    one row per start, log_interval, evaluation and checkpoint
+optim.jsonl      one row per parameter, with --optim_metrics_interval
+checkpoints/     see checkpoint.py
+lock             held while a run writes to the folder
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class Origin:
     step: int = 0  # the steps done before this start
     tokens: int = 0  # of these steps
     model_config: ModelConfig | None = None
-    extra_files: dict[str, bytes] = field(default_factory=dict)  # of others, such as tools.hf
+    extra_files: dict[str, bytes] = field(default_factory=dict)  # such as those of tools.hf
     notes: list[str] = field(default_factory=list)  # on newer checkpoints, which are damaged
 
 
@@ -60,7 +61,7 @@ class Start:
     train_data: data.TokenDataset
     val_data: data.TokenDataset
     val_batches: list[tuple[int, Tensor]]  # of this rank: (sequences that count, (B, T + 1))
-    is_evaluated: bool  # whether the log has an evaluation of the step that the start continues
+    is_evaluated: bool  # the log has the evaluation of the origin's step, or that is step 0
     notes: list[str] = field(default_factory=list)  # lines to print
 
 
@@ -74,7 +75,10 @@ def start_run(argv: list[str], world: dist.World, held: contextlib.ExitStack) ->
         raise UsageError("--init_from begins a new run: give it a folder with --out")
     typed.setdefault("out", f"runs/{typed.get('model') or 'tiny'}")
     if not typed.get("eval_only"):
-        lock_folder(Path(typed["out"]), world, held)
+        out = Path(typed["out"])
+        if dist.on_rank0((out / "manifest.json").exists):
+            raise UsageError(f"--out {out} is a checkpoint: give its run folder, or --init_from")
+        lock_folder(out, world, held)
     given, origin = find_origin(typed, world)
     source = open_data(given.data, world)
     run = dist.on_rank0(config.resolve, given, world, source, origin.model_config)
@@ -101,11 +105,11 @@ def open_start(run: Run, origin: Origin, source: data.TokenFolder, world: dist.W
     train_data = source.open("train", run.seq_len, run.seed)
     val_data = source.open("val", run.seq_len, None)
     count = min(run.eval_sequences, len(val_data))
-    place = dist.dp_rank(mesh), run.dp_size
+    part = dist.dp_rank(mesh), run.dp_size
     val_batches = []
 
     def read_val_batches() -> None:
-        for indices in data.val_indices(count, len(val_data), run.micro_batch_size, *place):
+        for indices in data.val_indices(count, len(val_data), run.micro_batch_size, *part):
             # A rank without sequences evaluates sequence 0 with weight 0: forward is collective.
             val_batches.append((len(indices), val_data[indices or [0]].to(world.device)))
 
@@ -128,6 +132,7 @@ def describe_start(run: Run, start: Start, parameters: int) -> list[str]:
     sequences = len(start.train_data)
     epochs = run.max_steps * run.global_batch_size / sequences
     how = "a new run with the weights of" if origin.only_weights else "continuing from"
+    how = "evaluating" if run.eval_only else how
     return [
         f"model   {run.model}: {run.n_layer} layers x {run.d_model} wide, vocabulary "
         f"{run.model_config.vocab_size:,}: {parameters:,} parameters, {run.dtype}",
@@ -169,11 +174,11 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     path, notes = newest_intact(named, world)
     manifest = dist.on_rank0(checkpoint.read_manifest, path)
     recorded = manifest.get("config", {})  # tools.hf writes none
-    # Recorded parts come before all other flags, but sizes are those of the checkpoint's model.
+    # Recorded parts are defaults of the flags above, but sizes are those of the checkpoint's model.
     parts = [name for name, kind in KINDS.items() if kind == "part" and name not in SIZE_FLAGS]
     inherited = parts if continues else ["model"]
     defaults = {name: recorded[name] for name in inherited if name in recorded}
-    if defaults.get("model") not in SIZES:  # but the path of imported weights
+    if defaults.get("model") not in SIZES:  # "imported", or of other code
         defaults.pop("model", None)
     flags = defaults | flags
     ours = ("rank-", "index.", "tokenizer")  # all other files are kept in the run's checkpoints

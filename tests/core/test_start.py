@@ -248,6 +248,7 @@ weights of a checkpoint
 imported weights, gone later
 copy:trained:old remove:old/*/*1 edit:old/*/*2/manifest.json:{"config":{}} |\
     --init_from {root}/old --data {other} | steps 1 2
+| --eval_only --init_from {root}/run --data {other} | says evaluating {root}/run
 remove:old | --init_from {root}/old --data {other} --max_steps 3 | steps 1 2 3
 | bare --max_steps 4 | steps 1 2 3 4
 weights, but the default learning rate
@@ -312,6 +313,7 @@ list         | write:mine.json:[1]           | --config {root}/mine.json | mine.
 torn file    | write:mine.json:{"lr":1       | --config {root}/mine.json | mine.json
 # Folders that this run cannot continue
 file             | write:run:mine        |                                | {root}/run
+a checkpoint     | copy:trained:run      | --out {root}/run/checkpoints/step-00000002 | step-00000002
 other program    | write:run/config.json:[1] |                            | run/config.json
 checkpoints lost | copy:trained:run remove:run/checkpoints | --max_steps 3     | {root}/run
 every size       | copy:trained:run | --allow_changes --model olmo-1b --n_layer 3 --n_head 8\
