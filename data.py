@@ -114,9 +114,9 @@ def train_indices(
 ) -> Iterator[list[int]]:
     """Yield the sequence indices of each micro-batch of a dp_rank.
 
-    Step s, counted from 1, trains on the B sequences (s - 1) * B ... s * B - 1. Each dp_rank reads
-    B / dp_size consecutive sequences, one micro-batch after another: config.resolve makes sure
-    that both divisions have no rest.
+    Step s, counted from 1, trains on the G sequences (s - 1) * G ... s * G - 1. Each dp_rank reads
+    G / dp_size consecutive sequences, one micro-batch after another: config.resolve makes sure
+    that both divisions leave no remainder.
     """
     per_rank = global_batch_size // dp_size
     for step in steps:

@@ -84,10 +84,10 @@ def start(device: str = "auto", timeout: timedelta = torch.distributed.default_p
 
     So there is always a group. `timeout` is that of a collective. Raises MeshError.
     """
-    place = find_device(device)
-    is_cuda = place.type == "cuda"
+    found = find_device(device)
+    is_cuda = found.type == "cuda"
     if is_cuda:
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(found)
     # Connect two ranks when they first send to each other, not each rank to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store, rank, size = find_ranks(timeout)
@@ -105,10 +105,10 @@ def start(device: str = "auto", timeout: timedelta = torch.distributed.default_p
         rank=rank,
         size=size,
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        device=place,
+        device=found,
         timeout=timeout,
-        device_name=torch.cuda.get_device_name(place) if is_cuda else platform.machine(),
-        has_bfloat16=has_bfloat16(place),
+        device_name=torch.cuda.get_device_name(found) if is_cuda else platform.machine(),
+        has_bfloat16=has_bfloat16(found),
     )
 
 
@@ -166,13 +166,12 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def mesh_shape(
-    strategy: str,
-    world_size: int,
-    local_size: int,
-    dp_shard: int | None = None,
-    tp: int = 1,
+    strategy: str, world_size: int, local_size: int, dp_shard: int | None, tp: int
 ) -> tuple[int, int, int]:
-    """Return (dp_replicate, dp_shard, tp); the strategy replaces None. Raises MeshError."""
+    """Return (dp_replicate, dp_shard, tp). Raises MeshError.
+
+    The strategy chooses a dp_shard of None.
+    """
     dp_size = max(1, world_size // tp)
     # By default a replica of hsdp is a host, within which links are fast.
     per_replica = dp_shard or max(1, local_size // tp)
@@ -209,7 +208,7 @@ def dp_rank(mesh: DeviceMesh) -> int:
 # A model on the mesh
 
 # Selective recomputation keeps the results of these, which cost most to compute.
-SAVED_OPERATIONS = [
+KEPT_OPERATIONS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,  # written-out attention
     torch.ops.aten.baddbmm.default,
@@ -227,7 +226,7 @@ def parallelize(
     run: Settings,
     init: Callable[[str, Tensor], None] | None,
     dtype: torch.dtype = torch.float32,
-    saved: Callable | list = SAVED_OPERATIONS,
+    kept: Callable | list = KEPT_OPERATIONS,
 ) -> nn.Module:
     """Lay out a model, built on the meta device, as the flags say; return the module to call.
 
@@ -236,18 +235,19 @@ def parallelize(
 
     model    any module; if it is to be recomputed, compiled or wrapped by blocks, a Transformer
     init     init(name, tensor) fills one full tensor; None: values are undefined
-    saved    see `checkpoint_activations`
+    kept     see `checkpoint_activations`
     """
     if run.activation_checkpointing != "none":
-        checkpoint_activations(model.blocks, run.activation_checkpointing, saved)
+        checkpoint_activations(model.blocks, run.activation_checkpointing, kept)
     if run.compile:
         compile_layers(model, run.tp)
-    if uses_fsdp(run.strategy, run.tp):
+    uses_ddp = run.strategy == "ddp" and run.tp == 1  # DDP cannot hold the parameters of tp
+    if run.strategy != "single" and not uses_ddp:
         # fully_shard reads a 2-D mesh by position: replicate first, then shard.
         axes = mesh["dp_shard"] if run.strategy == "fsdp" else mesh["dp_replicate", "dp_shard"]
         shard(model, axes, run, dtype)
     materialize(model, mesh.device_type, init)
-    if run.strategy == "ddp" and run.tp == 1:
+    if uses_ddp:
         return DistributedDataParallel(
             model,
             process_group=mesh.get_group("dp_replicate"),
@@ -257,12 +257,7 @@ def parallelize(
     return model
 
 
-def uses_fsdp(strategy: str, tp: int) -> bool:
-    """Whether FSDP holds the parameters; DDP cannot hold those of tp."""
-    return strategy in ("fsdp", "hsdp") or (strategy == "ddp" and tp > 1)
-
-
-def warm_up(model: nn.Module, *inputs: Tensor) -> None:
+def warm_up_ddp(model: nn.Module, *inputs: Tensor) -> None:
     """Make DDP choose its final buckets, in a forward and backward pass without other effects.
 
     DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived.
@@ -355,9 +350,9 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
         micro_batch    reduce_scatter, all_reduce       reduce_scatter, all_reduce
         shard          reduce_scatter                   reduce_scatter, all_reduce
 
-    Gradients that wait are unsharded, 4 bytes x all parameters. Reduced at once, they need 4 bytes
-    x parameters / dp_shard. shard suits hsdp: it needs as little memory as micro_batch and, between
-    replicas, as little traffic as batch.
+    Gradients that wait for the last one are unsharded, 4 bytes x all parameters. Those of the other
+    modes need 4 bytes x parameters / dp_shard. shard suits hsdp: it needs as little memory as
+    micro_batch and, between replicas, as little traffic as batch.
     """
     if isinstance(model, DistributedDataParallel) and mode == "batch" and not is_last:
         with model.no_sync():
@@ -376,17 +371,17 @@ def gradient_sync(model: nn.Module, mode: str, is_last: bool) -> Iterator[None]:
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module], mode: str, saved: Callable | list = SAVED_OPERATIONS
+    blocks: Iterable[nn.Module], mode: str, kept: Callable | list = KEPT_OPERATIONS
 ) -> None:
     """Keep fewer activations of each block and recompute the rest in backward (Chen et al. 2016).
 
     full keeps only the input of a block and costs a third more compute. selective keeps results of
-    matrix products and attention and recomputes the rest (Korthikanti et al. 2022). `saved` are the
+    matrix products and attention and recomputes the rest (Korthikanti et al. 2022). `kept` are the
     operations whose results it keeps, or a policy of create_selective_checkpoint_contexts.
     """
     run_block = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, saved)
+        contexts = partial(create_selective_checkpoint_contexts, kept)
         run_block = partial(run_block, context_fn=contexts)
     for block in blocks:  # replaces forward only, so that parameters keep their names
         block.forward = partial(run_block, block.forward)

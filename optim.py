@@ -77,8 +77,8 @@ class AdamW:
         """Update this rank's parts of the parameters, all of them in one kernel."""
         settings = optimizer.settings
         parameters = [optimizer.parameters[name] for name in names]
-        done = update.step - 1 - optimizer.skipped_steps  # updates before this one, for both biases
-        # Local parts: DTensors here must share a mesh, but under tp the norms are on a smaller one.
+        done = update.step - 1 - optimizer.skipped_steps  # updates before this one
+        # Local parts: DTensors must share a mesh, but under tp the weights of norms have a smaller.
         adamw(
             [local(parameter) for parameter in parameters],
             [local(parameter.grad) for parameter in parameters],
@@ -139,12 +139,12 @@ class Optimizer:
         shards = [num_shards(parameter) for parameter in self.parameters.values()]
         self.is_sharded = max(shards) > 1
         copies = [self.world_size / n for n in shards]
-        self.copies = torch.tensor(copies, device=device)  # (n,): the ranks that hold an element
+        self.copies = torch.tensor(copies, device=device)  # (n,): how many hold each
         # Gradients that exist already are views of DDP's buckets: zero them, never free them.
         self.keep_gradients = any(p.grad is not None for p in self.parameters.values())
         self.norm_average = torch.zeros(len(shards), device=device)  # for clip_adaptive
         self.skipped_steps = torch.zeros((), device=device)
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # up to this one
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int, device=device)  # the latest
 
     @torch.no_grad()
     def step(
@@ -313,8 +313,7 @@ def learning_rate(step: int, settings: Settings) -> float:
     """
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
-    steps_after = max(1, settings.max_steps - settings.warmup_steps)
-    progress = min(1.0, (step - 1 - settings.warmup_steps) / steps_after)
+    progress = (step - 1 - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps)
     factor = SCHEDULES[settings.schedule](progress, settings)
     return settings.min_lr + (settings.lr - settings.min_lr) * factor
 

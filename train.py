@@ -58,7 +58,7 @@ class State:
     model: nn.Module  # what a step calls: the decoder, or DDP around it
     decoder: Transformer
     optimizer: optim.Optimizer | None  # None with --eval_only
-    tensors: dict  # this rank's shards, by their names in a checkpoint: see `build`
+    tensors: dict  # weights and state of the optimizer, as in a checkpoint: see `build`
     data_wait: float = 0.0  # seconds for which the host waited for batches, since the last row
 
 
@@ -85,7 +85,7 @@ def train_step(
         loss = loss + micro_loss.detach()
         for name, value in state.decoder.columns().items():
             columns[name] = columns[name] + value / n
-    update, rows = state.optimizer.step(state.step, lr, measure)  # also clips the gradients
+    update, rows = state.optimizer.step(state.step, lr, measure)  # clips and clears gradients
     if taken := columns.keys() & {"loss", *update}:
         raise errors.UsageError(f"rows have a column {min(taken)}: rename that of the model")
     return {"loss": loss, **update, **columns}, rows
@@ -200,20 +200,20 @@ def evaluation_is_due(step: int, run: Run) -> bool:
 
 def build(run: Run, mesh: dist.DeviceMesh, decoder: Transformer, init: bool = True) -> State:
     """Lay out a model of `empty_model` on the mesh, with initial weights and the optimizer."""
-    saved = dist.SAVED_OPERATIONS
+    kept = dist.KEPT_OPERATIONS
     if run.tp > 1:
         extra = import_extra("tensor_parallel", f"--tp {run.tp}")
         extra.split(decoder, mesh["tp"])
-        saved = extra.saved_results(run.model_config, run.tp)
+        kept = extra.kept_results(run.model_config, run.tp)
     init_tensor = partial(decoder.init_tensor, seed=run.seed) if init else None
-    model = dist.parallelize(decoder, mesh, run, init_tensor, run.compute_dtype, saved)
+    model = dist.parallelize(decoder, mesh, run, init_tensor, run.compute_dtype, kept)
     # Before the first forward: after an evaluation, the parameters of FSDP's root are full weights.
     tensors = {"model": {name: weight.detach() for name, weight in decoder.named_parameters()}}
     optimizer = None
     if not run.eval_only:
         shape = (run.micro_batch_size, run.seq_len)  # as in train_step
         tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device_type)
-        dist.warm_up(model, tokens, tokens)
+        dist.warm_up_ddp(model, tokens, tokens)
         rules = [optim.AdamW]  # the first one that takes a parameter updates it
         if run.optimizer == "muon":
             rules.insert(0, import_extra("muon", "--optimizer muon").Muon)
@@ -224,7 +224,7 @@ def build(run: Run, mesh: dist.DeviceMesh, decoder: Transformer, init: bool = Tr
 
 
 def empty_model(run: Run) -> Transformer:
-    """Return the model on the meta device, where it needs no memory."""
+    """Return the model of a run, with the loss of its flags, on the meta device."""
     model = meta_model(run.model_config, run.compute_dtype)
     if run.loss_chunks > 1:
         extra = import_extra("chunked_loss", f"--loss_chunks {run.loss_chunks}")
@@ -247,8 +247,8 @@ def micro_batches(run: Run, start: Start, step: int) -> Iterator[Tensor]:
     Which sequences a step reads depends only on the seed, the global batch size and the step.
     """
     steps = range(step + 1, run.max_steps + 1)
-    place = dist.dp_rank(start.mesh), run.dp_size
-    indices = data.train_indices(steps, run.global_batch_size, run.micro_batch_size, *place)
+    part = dist.dp_rank(start.mesh), run.dp_size
+    indices = data.train_indices(steps, run.global_batch_size, run.micro_batch_size, *part)
     device = start.world.device
     for tokens in data.read_ahead(start.train_data, indices, pin=device.type == "cuda"):
         yield tokens.to(device, non_blocking=True)  # from pinned memory
@@ -278,7 +278,10 @@ def open_saver(run: Run, start: Start, log: Log) -> checkpoint.Saver:
 
 
 def profile_steps(run: Run, start: Start, in_flight: list) -> Callable:
-    """Return the context around step number n: a profiler's, or one that does nothing."""
+    """Return the context around step number n: a profiler's, or one that does nothing.
+
+    The profiler starts and stops once all of `in_flight`, which communicate in threads, wait.
+    """
     if not run.profile:
         return contextlib.nullcontext
     extra = import_extra("profile", "--profile")
@@ -333,8 +336,8 @@ def print_sample(state: State, run: Run, start: Start) -> None:
 
 def command(argv: list[str]) -> int:
     """Train or evaluate the model of the command line on all ranks; return the exit status."""
-    typed = config.Config(**config.parse(argv))
-    world = dist.start(typed.device, timedelta(seconds=typed.timeout))
+    own = config.Config(**config.parse(argv))  # to join the ranks, whose flags are rank 0's
+    world = dist.start(own.device, timedelta(seconds=own.timeout))
     with contextlib.ExitStack() as held, dist.name_lost_rank(world):
         gc.disable()  # on one rank it would delay all, so the loop collects on all ranks at once
         held.callback(gc.enable)

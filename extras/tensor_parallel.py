@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dist import SAVED_OPERATIONS
+from dist import KEPT_OPERATIONS
 from errors import UsageError
 from model import Embedding, ModelConfig, RMSNorm, Transformer, select_rows
 
@@ -117,7 +117,7 @@ def normalize_tokens(norm: RMSNorm, x: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), norm.eps)
 
 
-def saved_results(config: ModelConfig, tp: int) -> Callable:
+def kept_results(config: ModelConfig, tp: int) -> Callable:
     """Return which results selective recomputation keeps: see dist.checkpoint_activations.
 
     Row-wise layers compute partial sums, as large as the full output. What their reduce_scatter
@@ -125,13 +125,13 @@ def saved_results(config: ModelConfig, tp: int) -> Callable:
     """
     row_wise = [(size // tp, config.d_model) for size in (config.d_model, config.d_ff)]  # (in, out)
 
-    def is_saved(context, operator, *args, **kwargs) -> bool:
+    def is_kept(context, operator, *args, **kwargs) -> bool:
         if operator is torch.ops.aten.mm.default:
             weight = args[1].to_local() if isinstance(args[1], DTensor) else args[1]
             return tuple(weight.shape) not in row_wise
-        return operator in SAVED_OPERATIONS
+        return operator in KEPT_OPERATIONS
 
-    return is_saved
+    return is_kept
 
 
 def collect(model: Transformer, inputs: tuple, y: Tensor) -> Tensor:
