@@ -304,7 +304,7 @@ class Transformer(nn.Module):
         tensor.normal_(0.0, std, generator=generator)
 
     def decays(self, name: str) -> bool:
-        """Whether weight decay applies: to matrices, but not to norms and the embedding."""
+        """Whether weight decay applies: to all but norms and the embedding."""
         return name != "embed.weight" and not name.endswith("norm.weight")
 
     def columns(self) -> dict[str, Tensor]:
