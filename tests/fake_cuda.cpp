@@ -1,12 +1,10 @@
 // Fake CUDA devices for a CPU build of torch: they have indices, streams and pinned host memory, but
 // run nothing. tests/fake_cuda.py uses them. All of this is private to torch: check each release.
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
 
 #include <atomic>
-#include <mutex>
-#include <set>
 
 constexpr c10::DeviceIndex DEVICES = 4;
 thread_local c10::DeviceIndex current = 0;
@@ -24,7 +22,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device d) const override { exchange(d.index()); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { exchange(d.index()); }
   c10::Stream getStream(c10::Device d) const override { return stream(index_of(d), streams[index_of(d)]); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return stream(index_of(d), 0); }
   c10::Stream getNewStream(c10::Device d, int) const override {
     static std::atomic<int64_t> ids = 0;
     return stream(index_of(d), ++ids);
@@ -36,50 +33,35 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override { *event = (void*)1; }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+// Pinned memory is one range of addresses, of which the kernel provides what is used.
 struct PinnedMemory final : c10::Allocator {
-  inline static std::mutex mutex;
-  inline static std::set<const void*> blocks;
-  static void forget(void* data) {
-    { std::lock_guard lock(mutex); blocks.erase(data); }
-    c10::GetDefaultCPUAllocator()->raw_deallocate(data);
-  }
+  static constexpr size_t SIZE = size_t(1) << 40;
+  static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  char* start = (char*)mmap(nullptr, SIZE, PROT_READ | PROT_WRITE, FLAGS, -1, 0);
+  std::atomic<size_t> used = 0;
+  static void keep(void*) {}
   c10::DataPtr allocate(size_t n) override {
-    void* data = c10::GetDefaultCPUAllocator()->raw_allocate(n);
-    std::lock_guard lock(mutex);
-    blocks.insert(data);
-    return {data, data, &forget, c10::Device(c10::DeviceType::CPU)};
+    void* data = start + used.fetch_add((n + 63) / 64 * 64);
+    return {data, data, &keep, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &forget; }
   void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
 };
+PinnedMemory pinned;
 
 struct CUDAHooks final : at::CUDAHooksInterface {
   CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return DEVICES; }
-  c10::DeviceIndex getCurrentDevice() const override { return current; }
-  c10::DeviceIndex current_device() const override { return current; }
-  void setCurrentDevice(c10::DeviceIndex d) const override { exchange(d); }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return exchange(d); }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchange(d); }
-  at::Allocator* getPinnedMemoryAllocator() const override { static PinnedMemory memory; return &memory; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isPinnedPtr(const void* data) const override {
-    std::lock_guard lock(PinnedMemory::mutex);
-    return PinnedMemory::blocks.count(data);
+    return data >= pinned.start && data < pinned.start + pinned.SIZE;
   }
 };
 using at::CUDAHooksRegistry;

@@ -1,23 +1,21 @@
 """Fake CUDA devices for a CPU build of torch: streams and pinned memory, but no values.
 
 In a process that preloads the library, torch finds four GPUs. `install` adds the Python half. All
-of train.py then runs, in seconds, in two modes: `Fakes`, torch's fake tensors, and `Gpu`, which
-leaves operations on a GPU to the fake tensors and runs operations on the CPU for real. gloo forms
-the groups that NCCL would form, but nothing is sent. Not covered: values, races between streams,
-GPU memory, NCCL itself and torch.compile. Nearly everything that is patched here is private to
-torch: check it at each release.
+of train.py then runs, in seconds, in the mode `Gpu`, which leaves operations on a GPU to torch's
+fake tensors and runs operations on the CPU for real. gloo forms the groups that NCCL would form,
+but nothing is sent. Not covered: values, DDP, races between streams, GPU memory, NCCL itself and
+torch.compile. Nearly everything that is patched here is private to torch: check it at each release.
 """
 
 import contextlib
-import functools
 import subprocess
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -28,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from extras.profile import asks_for_values, caller
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-GPUS = 4
 aten = torch.ops.aten
 c10d_ops = torch.ops.c10d
 
@@ -47,35 +44,17 @@ def compile_library(folder: Path) -> Path:
 # The Python half
 
 
-class Properties:
-    name = "NVIDIA H100 80GB HBM3"
-    total_memory = 80 << 30
-
-
 class Generator(torch.Generator):
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")  # no random numbers are drawn on a fake GPU
 
 
 class FakeNCCL(c10d.ProcessGroupGloo):
-    """Forms groups, and splits into subgroups, as NCCL does."""
-
     class Options(c10d.ProcessGroupGloo._Options):
-        def __init__(self):
-            super().__init__()
-            self._devices = [c10d.ProcessGroupGloo.create_default_device()]
+        pass  # a Python class takes the attributes of NCCL's options
 
-
-def without_fakes(function):
-    """Wrap a function that needs real tensors, so that it runs without the modes of this file."""
-
-    @functools.wraps(function)
-    def call(*arguments, **options):
-        is_fake = isinstance(active_fake_mode(), Fakes)
-        with _disable_current_modes() if is_fake else contextlib.nullcontext():
-            return function(*arguments, **options)
-
-    return call
+    def __init__(self, store, rank: int, size: int, options):
+        super().__init__(store, rank, size, options._timeout)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
@@ -89,7 +68,7 @@ STAND_INS = {  # for the functions of torch.cuda
     "is_available": lambda: True,
     "is_bf16_supported": lambda including_emulation=True: True,
     "is_initialized": lambda: True,
-    "device_count": lambda: GPUS,
+    "device_count": lambda: 4,
     "current_device": torch.accelerator.current_device_index,
     "set_device": torch.accelerator.set_device_index,
     "current_stream": torch.accelerator.current_stream,
@@ -98,39 +77,25 @@ STAND_INS = {  # for the functions of torch.cuda
     "Event": torch.Event,
     "max_memory_allocated": lambda: 0,
     "empty_cache": lambda: None,
-    "synchronize": lambda device=None: None,
-    "get_device_name": lambda device=None: Properties.name,
-    "get_device_properties": lambda device=None: Properties,
     "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
 }
 
 
-@functools.cache
 def install() -> None:
-    for name, stand_in in STAND_INS.items():
-        assert hasattr(torch.cuda, name), f"torch has renamed {name}, so train.py would not find it"
-        setattr(torch.cuda, name, stand_in)
-    torch.cuda.nccl.version = lambda: (2, 29, 3)
+    patch.multiple(torch.cuda, **STAND_INS).start()  # fails for a name that torch.cuda lacks
+    FakeTensorMode.avoid_device_init = True  # or torch would allocate on the device
     torch.Generator = Generator
     torch.nn.functional.scaled_dot_product_attention = flash_attention
-    # DDP's timer for GPUs exists only in a CUDA build.
-    torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
     c10d.is_nccl_available = lambda: True
     c10d.ProcessGroupNCCL = FakeNCCL
-    c10d.ProcessGroupGloo._Options.__deepcopy__ = lambda options, memo: FakeNCCL.Options()
-    c10d._object_to_tensor = without_fakes(c10d._object_to_tensor)
-    c10d._tensor_to_object = without_fakes(c10d._tensor_to_object)
+    with_real_tensors = _disable_current_modes()
+    c10d._object_to_tensor = with_real_tensors(c10d._object_to_tensor)
+    c10d._tensor_to_object = with_real_tensors(c10d._tensor_to_object)
 
 
 # --------------------------------------------------------------------------------------------------
 # A GPU that computes nothing
-
-
-class Fakes(FakeTensorMode):
-    avoid_device_init = True  # the device does not exist
-
-    def __init__(self):
-        super().__init__(allow_non_fake_inputs=True)
 
 
 class Gpu(TorchDispatchMode):
@@ -140,9 +105,9 @@ class Gpu(TorchDispatchMode):
     {("file.py function", what): times}.
     """
 
-    def __init__(self, fakes: Fakes):
+    def __init__(self):
         super().__init__()
-        self.fakes = fakes
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)  # to enter before this mode
         self.crossings: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -152,16 +117,10 @@ class Gpu(TorchDispatchMode):
             return args[0].fake_device
         if function is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        return self.run(function, args, kwargs or {})
-
-    def run(self, function, args, kwargs):
+        kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if kwargs.get("dtype") == torch.int32 and not tensors:
-            kwargs = kwargs | {"device": None}  # the order of DDP's buckets, which DDP reads
         device = kwargs.get("device")
         target = device and torch.device(device).type
-        if function.namespace == "c10d" and tensors[0].dtype == torch.int32:
-            return self.communicate(function, args, [])
         if target != "cuda" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -171,31 +130,27 @@ class Gpu(TorchDispatchMode):
             self.cross(f"asks for {function.overloadpacket.__name__}")
         if function is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        if function is aten.record_stream.default:
-            return self.cross("record_stream")
         if function.namespace == "c10d":
             return self.communicate(function, args, tensors)
         if function is aten.copy_.default and args[0].device.type != args[1].device.type:
             to, source, *non_blocking = args
-            host = to if to.device.type == "cpu" else source
-            self.cross_by_copy(to.device.type, is_pinned(host), *non_blocking)
+            self.cross_by_copy(source, to, *non_blocking)
             return to
-        if function is aten._to_copy.default and target in {"cpu", "cuda"} - {args[0].device.type}:
-            non_blocking = kwargs.get("non_blocking") or False
-            # For a non-blocking copy to the host, torch allocates pinned memory itself.
-            pinned = non_blocking if target == "cpu" else is_pinned(args[0])
-            self.cross_by_copy(target, pinned, non_blocking)
         if function.overloadpacket is aten._fused_adamw_:
             found = {(tensor.device, tensor.dtype) for tensor in tensors}
             assert found == {(args[0][0].device, torch.float32)}
         result = function(*args, **kwargs)
         if not isinstance(result, FakeTensor):
             return result
+        non_blocking = kwargs.get("non_blocking") or False
         if result.device.type == "cpu":
+            # For a non-blocking copy, torch allocates pinned memory itself.
+            pinned = kwargs.get("pin_memory") or non_blocking
             with unset_fake_temporarily():
-                pin_memory = kwargs.get("pin_memory") or False
-                return torch.ones(result.shape, dtype=result.dtype, pin_memory=pin_memory)
+                result = torch.ones(result.shape, dtype=result.dtype, pin_memory=pinned)
         assert result.device.index in (None, torch.cuda.current_device()), function
+        if function is aten._to_copy.default and result.device.type != args[0].device.type:
+            self.cross_by_copy(args[0], result, non_blocking)
         return result
 
     def communicate(self, function, args, tensors: list[Tensor]):
@@ -208,18 +163,14 @@ class Gpu(TorchDispatchMode):
         only_work = (c10d_ops.barrier, c10d_ops.send, c10d_ops.recv_, c10d_ops.alltoall_base_)
         return work if function.overloadpacket in only_work else (args[0], work)
 
-    def cross_by_copy(self, target: str, pinned: bool, non_blocking: bool = False) -> None:
-        memory = "pinned" if pinned else "pageable"
+    def cross_by_copy(self, source: Tensor, to: Tensor, non_blocking: bool = False) -> None:
+        host = to if to.device.type == "cpu" else source
+        with unset_fake_temporarily():
+            memory = "pinned" if host.is_pinned() else "pageable"
         wait = "" if non_blocking else ", blocking"
-        stream = ", side stream" if torch.cuda.current_stream().stream_id else ""
-        self.cross(f"to {target}, {memory}{wait}{stream}")
+        self.cross(f"to {to.device.type}, {memory}{wait}")
 
     def cross(self, what: str) -> None:
         """Count it for the innermost function outside torch."""
         place = caller(__file__)
         self.crossings[f"{Path(place.filename).name} {place.function}", what] += 1
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    with unset_fake_temporarily():
-        return tensor.is_pinned()

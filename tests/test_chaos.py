@@ -21,37 +21,31 @@ import train
 
 SILENCE = 4  # --timeout, seconds
 RUN = "--strategy fsdp --save_interval 5 --max_steps 80"
-# Faults and their weights. Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs
-# (arXiv 2407.21783, table 5): about three quarters ended a process (devices, memory, software), 10%
-# were faults of the network and 8% of a host. Here the rare faults are drawn more often.
-FAULTS = {"kill": 50, "interface": 10, "gone": 10, "terminate": 10, "stop": 5, "slow": 5, "tear": 5}
+# Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, table 5):
+# most ended a process, others were faults of the network or of a host.
+FAULTS = ("process", "network", "host")
 
 
 def ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
-def connect(switch: str, names: list[str]) -> None:
-    """Create a network namespace for a switch and one for each host, with an address on eth0."""
-    ip(f"netns add {switch}")
-    ip(f"-n {switch} link add bridge type bridge")
-    ip(f"-n {switch} link set bridge up")
-    for number, name in enumerate(names):
-        ip(f"netns add {name}")
-        ip(f"link add eth0 netns {name} type veth peer name port{number} netns {switch}")
-        ip(f"-n {switch} link set port{number} master bridge")
-        ip(f"-n {switch} link set port{number} up")
-        ip(f"-n {name} address add 10.0.0.{number + 1}/24 dev eth0")
-        ip(f"-n {name} link set lo up")
-        ip(f"-n {name} link set eth0 up")
-
-
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces on one switch."""
+    """Two network namespaces on one switch, another namespace; each has an address on eth0."""
     switch, *names = [f"test-{os.getpid()}-{name}" for name in ("switch", "host0", "host1")]
     try:
-        connect(switch, names)
+        ip(f"netns add {switch}")
+        ip(f"-n {switch} link add bridge type bridge")
+        ip(f"-n {switch} link set bridge up")
+        for number, name in enumerate(names):
+            ip(f"netns add {name}")
+            ip(f"link add eth0 netns {name} type veth peer name port{number} netns {switch}")
+            ip(f"-n {switch} link set port{number} master bridge")
+            ip(f"-n {switch} link set port{number} up")
+            ip(f"-n {name} address add 10.0.0.{number + 1}/24 dev eth0")
+            ip(f"-n {name} link set lo up")
+            ip(f"-n {name} link set eth0 up")
         yield names
     except (subprocess.CalledProcessError, OSError):
         pytest.skip("network namespaces need root and iproute2")
@@ -71,12 +65,11 @@ def whole(pool, tokens, tmp_path_factory) -> Path:
 
 
 def train_on_host(argv: list[str], names: list[str]) -> int:
-    """Run train.py in this rank's network namespace, if it has one."""
-    if names:
-        libc, clone_newnet = ctypes.CDLL(None), 0x40000000
-        namespace = os.open(f"/var/run/netns/{names[int(os.environ['RANK'])]}", os.O_RDONLY)
-        assert libc.setns(namespace, clone_newnet) == 0
-        os.environ |= {"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    """Run train.py in this rank's network namespace."""
+    libc, clone_newnet = ctypes.CDLL(None), 0x40000000
+    namespace = os.open(f"/var/run/netns/{names[int(os.environ['RANK'])]}", os.O_RDONLY)
+    assert libc.setns(namespace, clone_newnet) == 0
+    os.environ |= {"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
     return train.main(argv)
 
 
@@ -92,51 +85,31 @@ def exit_statuses(ranks: list) -> list[int | None]:
     return [process.exitcode for process in ranks]
 
 
-def strike(kind: str, victim, other, host: str, rng: random.Random) -> None:
-    """Inject a fault into a rank, its host or a file. `other` is the other rank."""
-    if kind in ("interface", "gone"):  # gone: the host cannot even close its connections
-        ip(f"-n {host} link set eth0 down")
-    for process in {"kill": [victim], "gone": [victim], "tear": [victim, other]}.get(kind, []):
-        process.kill()
-        process.join()
-    if kind == "terminate":
-        victim.terminate()
-    for _ in range({"stop": 1, "slow": 8}.get(kind, 0)):
-        os.kill(victim.pid, signal.SIGSTOP)
-        other.join(15 * SILENCE if kind == "stop" else 0.2)
-        os.kill(victim.pid, signal.SIGCONT)
-    if kind in ("interface", "gone"):
-        other.join(15 * SILENCE if kind == "gone" else rng.uniform(0.5, SILENCE / 2))
-        ip(f"-n {host} link set eth0 up")
-
-
-@pytest.mark.slow(proves="kills, lost hosts and torn files at moments that nobody chose")
+@pytest.mark.slow(proves="kills and lost hosts at moments that nobody chose")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 20))))
 def test_a_run_recovers_from_a_random_fault(whole, two_hosts, tokens, tmp_path, seed):
     rng = random.Random(seed)
-    (kind,) = rng.choices([*FAULTS], [*FAULTS.values()])
     out = tmp_path / "out"
     argv = arguments(tokens, out, f"{RUN} --timeout {SILENCE}" + " --async_save" * (seed % 2))
-    ranks, number = fork_ranks(2, train_on_host, argv, two_hosts), rng.randrange(2)
+    ranks = fork_ranks(2, train_on_host, argv, two_hosts)
+    number = rng.randrange(2)
+    victim, other, host = ranks[number], ranks[1 - number], two_hosts[number]
     wait_until(lambda: len(checkpoint.list_checkpoints(out)) > 1)
     time.sleep(rng.uniform(0, 0.3))
-    strike(kind, ranks[number], ranks[1 - number], two_hosts[number], rng)
-    assert {*exit_statuses(ranks)} <= {KILLED, 0, 1, os.EX_TEMPFAIL}, kind
-    paths = checkpoint.list_checkpoints(out)
-    assert not any(map(checkpoint.verify, paths))  # a kill in a save leaves no damaged checkpoint
-    if kind == "tear":
-        file = next(paths[-1].glob("rank-*"))
-        os.truncate(file, rng.randrange(file.stat().st_size))
-    assert exit_statuses(fork_ranks(2, train_on_host, argv, [])) == [0, 0]
-    notes = starts(out)[-1]["notes"]
-    assert any("passed over" in note for note in notes) == (kind == "tear"), notes
+    fault = FAULTS[seed % 3]
+    if fault != "process":
+        ip(f"-n {host} link set eth0 down")
+    if fault != "network":
+        victim.kill()  # a host that is lost cannot even close its connections
+        victim.join()
+    if fault != "process":
+        other.join(15 * SILENCE if fault == "host" else rng.uniform(0.5, SILENCE / 2))
+        ip(f"-n {host} link set eth0 up")
+    assert {*exit_statuses(ranks)} <= {KILLED, 0, 1}
+    # A kill in a save leaves no damaged checkpoint.
+    assert not any(map(checkpoint.verify, checkpoint.list_checkpoints(out)))
+    assert exit_statuses(fork_ranks(2, train_on_host, argv, two_hosts)) == [0, 0]
     assert_same_bits(out, whole)
-
-
-# --------------------------------------------------------------------------------------------------
-# torchrun on several hosts
-
-QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 @pytest.mark.slow(proves="torchrun's agents, one of which is killed, and one of which joins")
@@ -148,10 +121,11 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     launcher += ["--rdzv_id", "elastic", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
     text = "--strategy fsdp --max_steps 1000000 --save_interval 20 --keep_every 1 --timeout 10"
     command = [rig.ROOT / "train.py", *arguments(tokens, out, text)]
+    quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def host(number: int) -> rig.Job:
-        argv = [*launcher, "--rdzv_conf", f"{QUICK},is_host={int(number == 0)}", *command]
+        argv = [*launcher, "--rdzv_conf", f"{quick},is_host={int(number == 0)}", *command]
         return rig.Job(argv, tmp_path / f"host {number}", env=environment)
 
     def has_trained(ranks: int, steps: int) -> bool:
@@ -179,4 +153,3 @@ def test_a_run_continues_without_a_lost_host(tokens, tmp_path):
     assert third["step"] >= second["step"] + 25
     steps = [row["step"] for row in read_rows(out / "metrics.jsonl")]
     assert steps == [*range(1, steps[-1] + 1)]
-    assert "a rank died or hangs" in meeting_place.printed()

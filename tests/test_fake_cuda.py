@@ -9,18 +9,13 @@ import io
 import shutil
 import sys
 from collections import Counter
-from datetime import timedelta
 
 import fake_cuda
 import pytest
 import torch
-from rig import ROOT, Pool, arguments, cells
+from rig import Pool, arguments, cells
 
-import dist
 import train
-
-sys.path.insert(0, str(ROOT / "examples"))
-import gpu as gpu_example
 
 # ranks | micro-batches of a rank in a step | sequences of a step | further flags
 RUNS = """
@@ -50,9 +45,8 @@ OUTSIDE = {
 def play(function, *arguments) -> tuple[object, Counter]:
     """Call a function on this rank's fake GPU; return its answer and its crossings."""
     fake_cuda.install()
-    fakes = fake_cuda.Fakes()
-    gpu = fake_cuda.Gpu(fakes)
-    with fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
+    gpu = fake_cuda.Gpu()
+    with gpu.fakes, gpu, contextlib.redirect_stdout(io.StringIO()):
         answer = function(*arguments)
     return answer, gpu.crossings
 
@@ -87,27 +81,3 @@ def test_a_step_does_not_wait_for_the_gpu(gpus, tokens, tmp_path, ranks, accum, 
                 ("log.py row", "to cuda, pinned"): steps,
                 ("log.py row", "to cpu, pinned"): steps,
             }
-
-
-@pytest.mark.slow(proves="what the script itself does on a CUDA device")
-def test_the_ceilings_of_a_fake_gpu(gpus):
-    ((found, _),) = gpus(1, play, gpu_example.ceilings)
-    products = [speed for name, speed in found.items() if name[0].isdigit()]
-    assert len(products) == 4 and found["products, TFLOP/s"] == max(products)
-
-
-def timeouts_of_groups() -> list[float]:
-    """Return the timeout of this rank's group on each axis."""
-    fake_cuda.install()
-    world = dist.start("cuda", timedelta(seconds=77))
-    assert torch.distributed.get_backend_config() == "cpu:gloo,cuda:nccl"
-    groups = dist.make_mesh(world, (2, 2, 1)).get_all_groups()
-    # There is no public way to read a group's timeout.
-    timeouts = [group._get_backend(world.device).options._timeout for group in groups]
-    dist.on_all_ranks(int)  # no rank exits while another one is still connecting
-    return [timeout.total_seconds() for timeout in timeouts]
-
-
-@pytest.mark.slow(proves="the options of NCCL's groups")
-def test_make_mesh_sets_the_timeout_of_nccl_groups(gpus):
-    assert gpus(4, timeouts_of_groups) == [[77, 77, 77]] * 4
