@@ -100,9 +100,9 @@ MOMENTS += [after_a_save, after_the_last_save, in_a_save]
 QUICK = """
 SIGUSR1 | rank 1   | in_a_step              |                                        | 13
 SIGTERM | both     | in_an_evaluation       | --eval_interval 1 --eval_sequences 100 | 1-13
-SIGINT  | rank 1   | in_the_last_evaluation | --eval_sequences 400                   | 13
-SIGKILL | both     | after_a_save           | --eval_interval 5 --eval_sequences 400 | 5 10 13
-SIGKILL | both     | after_the_last_save    | --eval_sequences 400                   | 13
+SIGINT  | rank 1   | in_the_last_evaluation | --eval_sequences 200                   | 13
+SIGKILL | both     | after_a_save           | --eval_interval 5 --eval_sequences 200 | 5 10 13
+SIGKILL | both     | after_the_last_save    | --eval_sequences 200                   | 13
 SIGKILL | both     | in_a_save              | --save_interval 1                      | 13
 """
 SLOW = """

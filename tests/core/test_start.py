@@ -313,7 +313,7 @@ list         | write:mine.json:[1]           | --config {root}/mine.json | mine.
 torn file    | write:mine.json:{"lr":1       | --config {root}/mine.json | mine.json
 # Folders that this run cannot continue
 file             | write:run:mine        |                                | {root}/run
-a checkpoint     | copy:trained:run      | --out {root}/run/checkpoints/step-00000002 | step-00000002
+a checkpoint     | copy:trained:run | --out {root}/run/checkpoints/step-00000002 | step-00000002
 other program    | write:run/config.json:[1] |                            | run/config.json
 checkpoints lost | copy:trained:run remove:run/checkpoints | --max_steps 3     | {root}/run
 every size       | copy:trained:run | --allow_changes --model olmo-1b --n_layer 3 --n_head 8\

@@ -17,20 +17,20 @@ from extras.async_save import AsyncSaver
 
 def test_a_stopped_run_finishes_its_save_and_continues_from_it(train, tokens, tmp_path):
     """Each save has the tensors of its step; later steps, which change them, do not reach it."""
-    flags = "--strategy fsdp --save_interval 1 --keep_every 1 --max_steps 40"
+    flags = "--strategy fsdp --save_interval 1 --keep_every 1 --max_steps 20"
     whole = train(2, flags, "whole")
     running = PoolJob(arguments(tokens, tmp_path / "run", f"{flags} --async_save"))
     running.until(lambda: len(running.rows()) > 3)
     os.kill(running.ranks()[1], signal.SIGTERM)
     assert running.wait() == os.EX_TEMPFAIL
     newest = checkpoint.list_checkpoints(running.out)[-1]
-    assert checkpoint.step_of(newest) == running.rows()[-1]["step"] < 40
+    assert checkpoint.step_of(newest) == running.rows()[-1]["step"] < 20
     assert checkpoint.verify(newest) is None
 
     continued = train(2, f"{flags} --async_save")
     assert continued.status == 0, continued.error
-    assert continued.steps() == whole.steps() == [*range(1, 41)]
-    for step in (*range(1, 11), 40):
+    assert continued.steps() == whole.steps() == [*range(1, 21)]
+    for step in (*range(1, 11), 20):
         found, expected = (
             full_tensors(checkpoint.step_path(run.out, step)) for run in (continued, whole)
         )

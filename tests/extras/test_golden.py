@@ -18,8 +18,8 @@ FILE = Path(__file__).with_name("golden.json")
 FSDP = "--strategy fsdp --wrap block"
 # recorded as | ranks | flags
 TP_TABLE = f"""
-untied | 4 | {FSDP} --tp 2 --micro_batch_size 1 --model tinyllama-1.1b
-plain  | 4 | --strategy ddp --tp 2 --micro_batch_size 2
+untied | 4 | {FSDP} --tp 2 --micro_batch_size 2 --model tinyllama-1.1b
+plain  | 4 | --strategy ddp --tp 2
 """
 MUON_TABLE = f"""
 muon   | 1 |
