@@ -79,7 +79,7 @@ class World:
     has_bfloat16: bool  # whether the device multiplies in bfloat16, instead of emulating it
 
 
-def start(device: str = "auto", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
+def join(device: str = "auto", timeout: timedelta = torch.distributed.default_pg_timeout) -> World:
     """Join the ranks that torchrun started; without torchrun, form a group of one process.
 
     So there is always a group. `timeout` is that of a collective. Raises MeshError.

@@ -337,7 +337,7 @@ def print_sample(state: State, run: Run, start: Start) -> None:
 def command(argv: list[str]) -> int:
     """Train or evaluate the model of the command line on all ranks; return the exit status."""
     own = config.Config(**config.parse(argv))  # to join the ranks, whose flags are rank 0's
-    world = dist.start(own.device, timedelta(seconds=own.timeout))
+    world = dist.join(own.device, timedelta(seconds=own.timeout))
     with contextlib.ExitStack() as held, dist.name_lost_rank(world):
         gc.disable()  # on one rank it would delay all, so the loop collects on all ranks at once
         held.callback(gc.enable)

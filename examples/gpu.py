@@ -235,7 +235,7 @@ def train_on_ranks(tokens: Path, steps: int = 5, sequences: int = 8) -> dict:
 
 
 def share_device() -> dist.World:
-    """Join the ranks like dist.start, but all of them on the first GPU, which NCCL would refuse."""
+    """Join the ranks like dist.join, but all of them on the first GPU, which NCCL would refuse."""
     timeout = timedelta(seconds=60)
     store, rank, size = dist.find_ranks(timeout)
     has_gpu = torch.cuda.is_available()

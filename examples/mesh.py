@@ -14,7 +14,7 @@ import data
 import dist
 
 dp_replicate, dp_shard = map(int, sys.argv[1:] or (2, 2))
-world = dist.start("cpu")
+world = dist.join("cpu")
 mesh = dist.make_mesh(world, (dp_replicate, dp_shard, 1))
 n = dist.dp_rank(mesh)
 table = torch.arange(320)  # the rows of the embedding

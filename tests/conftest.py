@@ -78,7 +78,7 @@ def one_rank(monkeypatch):
     """Start a process group of this process alone; the value is its dist.World."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield dist.start("cpu")
+    yield dist.join("cpu")
     torch.distributed.destroy_process_group()
 
 

@@ -108,7 +108,7 @@ def train(flags: dict, is_alone: bool) -> Numbers:
         world = fake_world(1)
         check.join_group(world, torch.distributed.HashStore())
     else:
-        world = dist.start("cpu", timedelta(seconds=30))
+        world = dist.join("cpu", timedelta(seconds=30))
     source = open_source(flags["data"])
     run = check.resolve(flags | {"out": f"{flags['out']}-{seed}"}, world, source, Origin())
     return check.train_run(run, Origin(), source, world, seed)

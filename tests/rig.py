@@ -449,7 +449,7 @@ def resolve(text: str, source: data.TokenFolder = SOURCE, **world) -> config.Run
 
 def build_run(argv: list[str]) -> SimpleNamespace:
     """Build a run of train.py on this rank, up to its first step."""
-    world = dist.start(config.parse(argv).get("device", "auto"))
+    world = dist.join(config.parse(argv).get("device", "auto"))
     with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
         run, here = start.start_run(argv, world, held)
         state = trainer.build(run, here.mesh, trainer.empty_model(run))

@@ -100,7 +100,7 @@ def test_ranks_that_torchrun_restarts_do_not_read_the_addresses_of_dead_ones(poo
 
 def timeouts_of_groups() -> list[float]:
     """The seconds for which a collective on each axis of a mesh waits for its ranks."""
-    world = dist.start("cpu", timedelta(seconds=77))
+    world = dist.join("cpu", timedelta(seconds=77))
     groups = dist.make_mesh(world, (2, 2, 1)).get_all_groups()
     dist.on_all_ranks(int)  # no rank exits while another one connects
     # There is no public way to read a group's timeout.
@@ -214,7 +214,7 @@ class DiskError(ValueError):
 
 def outcome(where: str, endings: list[str]) -> str:
     """What this rank returns or raises, if each rank has its own ending."""
-    world = dist.start("cpu", timedelta(seconds=9))
+    world = dist.join("cpu", timedelta(seconds=9))
     group = torch.distributed.new_group([1, 2]) if where == "group" else None
 
     def work() -> str:

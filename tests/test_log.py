@@ -70,7 +70,7 @@ def test_a_row_is_written_once_its_values_have_arrived_or_at_a_pause(tmp_path, o
 
 def log_of_a_rank(out: Path) -> None:
     """Log a row. Rank 1 needs 300 MB more."""
-    rank = dist.start("cpu").rank
+    rank = dist.join("cpu").rank
     held = torch.ones(75_000_000 * (rank == 1))  # noqa: F841
     log = make_log(out)
     log.row(1, 1000, 0.1, columns(loss=[0.0, 4.0, 1.0][rank]), data_wait=10.0 * (1 + rank))

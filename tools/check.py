@@ -283,7 +283,7 @@ def train_alone(
 
 
 def join_group(world: dist.World, store: torch.distributed.Store) -> None:
-    """Form the process group of a world, as dist.start does for torchrun's ranks."""
+    """Form the process group of a world, as dist.join does for torchrun's ranks."""
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=store,
@@ -330,7 +330,7 @@ def command(argv: list[str]) -> int:
     parser.description = __doc__
     flags = config.parse([*argv, *SHORT.split()], parser)
     given = Config(**flags)
-    world = dist.start(given.device, timedelta(seconds=given.timeout))
+    world = dist.join(given.device, timedelta(seconds=given.timeout))
     run, origin, source = cut_short(flags, world)
     figures = measure(run, origin, source, world)
     # The others wait: when one of them ends with status 1, torchrun ends rank 0.

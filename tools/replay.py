@@ -245,7 +245,7 @@ def command(argv: list[str]) -> None:
         return
     row = start_of(starts, args.step)
     logged = next((row for row in rows if row["step"] == args.step), {})
-    world = dist.start("cpu" if row["config"]["device"] == "cpu" else "auto")
+    world = dist.join("cpu" if row["config"]["device"] == "cpu" else "auto")
     try:
         run, start = open_run(args.run, row, args.step, world)
         show(run, start, args.step, logged)

@@ -160,7 +160,7 @@ FULL |= {"odd": FULL["odd"].bfloat16(), "cube": FULL["cube"].long()}
 def state_on(mesh: str) -> dict[str, Tensor]:
     """Join the process group; return copies of FULL, laid out on the mesh."""
     shape, splits = MESHES[mesh]
-    dist.start("cpu")
+    dist.join("cpu")
     device_mesh = init_device_mesh("cpu", shape)
     state = {name: full.clone() for name, full in FULL.items()}
     for name, full in state.items() if splits else ():

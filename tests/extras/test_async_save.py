@@ -39,7 +39,7 @@ def test_a_stopped_run_finishes_its_save_and_continues_from_it(train, tokens, tm
 
 def save_twice(run: Path, size: int) -> tuple[list[int], bool]:
     """Save ones and, at once, twos; then ranks gather numbers. Return these, and success."""
-    world = dist.start("cpu")
+    world = dist.join("cpu")
     keep = dict(keep_last=1, keep_every=1, extra_files={})
     saver = AsyncSaver(timedelta(seconds=20), run=run, report=lambda row, line: None, **keep)
     weight, gathered = torch.ones(size), []
@@ -70,7 +70,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, dist
 from extras.async_save import AsyncSaver
-dist.start("cpu")
+dist.join("cpu")
 options = dict(keep_last=1, keep_every=1, extra_files={}, report=lambda row, line: None)
 saver = AsyncSaver(timedelta(seconds=20), run=Path(sys.argv[1]), **options)
 saver.save({"weight": torch.ones(20_000_000)}, {"step": 1})
