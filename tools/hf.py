@@ -61,7 +61,11 @@ FIELDS = {
 }
 # The fields of ModelConfig that an export keeps. A fork adds those that it maps in to_hf, and those
 # that act only in training.
-KEPT = {*FIELDS, "rope_theta", "rope_scaling"}
+KEPT = {
+    *FIELDS,
+    "rope_theta",
+    "rope_scaling",
+}
 # Field of RopeScaling -> field of rope_scaling
 ROPE_FIELDS = {
     "factor": "factor",
