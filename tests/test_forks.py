@@ -125,10 +125,9 @@ def fork_trains(name: str, tokens: str, folder: str) -> None:
     def train(ranks: int, text: str) -> Run:
         """Train with the flags of the fork in a new run."""
         out = Path(folder, f"run-{text}".replace(" ", ""))
-        argv = rig.arguments(Path(tokens), out, f"--max_steps 20 {FORKS[name]} {text}")
-        answers = rig.POOL(ranks, run_command, argv)
-        assert {status for status, _, _ in answers} == {0}, answers
-        return Run(out, *answers[0])
+        run = rig.train(ranks, Path(tokens), out, f"--max_steps 20 {FORKS[name]} {text}")
+        assert run.status == 0, run.error
+        return run
 
     try:
         single = train(1, "")
