@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import rig
 import torch
-from rig import arguments, flip, read_rows, run_command, snapshot
+from rig import flip, read_rows, run_command, snapshot
 
 import model
 from tools import replay
@@ -32,8 +33,7 @@ def run(pool, tokens, tmp_path_factory) -> Path:
     """A run of 6 steps on two ranks, with checkpoints at steps 3 and 6."""
     out = tmp_path_factory.mktemp("runs") / "run"
     flags = f"--strategy fsdp --optimizer muon --max_steps 6 {KEPT}"
-    answers = pool(2, run_command, arguments(tokens, out, flags))
-    assert [status for status, *_ in answers] == [0, 0]
+    assert rig.train(2, tokens, out, flags).status == 0
     return out
 
 
