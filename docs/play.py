@@ -77,6 +77,8 @@ def run(commands: str, folder: Path, what: str) -> str:
     output = ""
     try:
         for line in process.stdout:
+            if line.startswith("USDT:"):  # of torch's profiler
+                continue
             print(line, end="")
             output += line
     except BaseException:  # Ctrl-C
