@@ -23,9 +23,10 @@ PATCHES = {path.stem: path.read_text() for path in sorted(ROOT.glob("examples/*.
 COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [name for name in MODULES if re.fullmatch("tools.(?!common|rehearse).*", name)]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# Flags of sbatch, srun and lm_eval, and torchrun's since torch 2.13
+# Flags of sbatch, srun, lm_eval and pytest-xdist, and torchrun's since torch 2.13
 FLAGS_OF_OTHERS = """--nodes --time --signal --gpus-per-task --requeue --cpus-per-task
-    --gpus-per-node --kill-on-bad-exit --model_args --tasks --shutdown-timeout --ntasks-per-node"""
+    --gpus-per-node --kill-on-bad-exit --model_args --tasks --shutdown-timeout --ntasks-per-node
+    --dist"""
 
 
 @functools.cache
