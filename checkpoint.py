@@ -384,7 +384,7 @@ def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise CheckpointError(f"{path}/manifest.json is missing or damaged: {error}") from None
     found = manifest.get("format")
     if found != FORMAT:
@@ -396,7 +396,8 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
 
     Reads every `parts`-th file, from file number `part`, so that `parts` ranks can share the files.
-    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError.
+    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError, and OSError for a file
+    that is there, but cannot be read.
     """
     try:
         files = read_manifest(path)["files"]
@@ -410,9 +411,10 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
                 found = {"bytes": file.tell(), "crc32": f"{crc:08x}"}
             if found != files[name]:
                 return f"{name} has changed since it was written: {found}, not {files[name]}"
-    except FormatError:
-        raise
     except Exception as error:  # damaged JSON can raise almost any
+        is_unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if isinstance(error, FormatError) or is_unreadable:
+            raise  # it may be intact, so no start may replace it
         return f"{type(error).__name__}: {error}"
     return None
 

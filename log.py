@@ -23,8 +23,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from errors import UsageError
-
 
 class Diverged(RuntimeError):
     """Training no longer makes progress."""
@@ -126,8 +124,6 @@ class Log:
 
         Waits if the previous row has not arrived.
         """
-        if taken := columns.keys() & COLUMNS:
-            raise UsageError(f"rows have a column {min(taken)}: rename that of the step")
         self.flush()
         on_host = torch.tensor([data_wait, *peak_memory()], dtype=torch.float64)  # as SPREADS
         if self.device.type == "cuda":

@@ -37,7 +37,7 @@ import errors
 import optim
 from config import Run
 from errors import import_extra
-from log import Log, say
+from log import COLUMNS, Log, say
 from model import Transformer, generate, meta_model
 from start import Start, describe_start, start_run, write_config
 
@@ -86,7 +86,7 @@ def train_step(
         for name, value in state.decoder.columns().items():
             columns[name] = columns[name] + value / n
     update, rows = state.optimizer.step(state.step, lr, measure)  # clips and clears gradients
-    if taken := columns.keys() & {"loss", *update}:
+    if taken := columns.keys() & {"loss", *update, *COLUMNS}:
         raise errors.UsageError(f"rows have a column {min(taken)}: rename that of the model")
     return {"loss": loss, **update, **columns}, rows
 
@@ -115,7 +115,7 @@ def evaluate(
     return loss / sequences
 
 
-def train(state: State, run: Run, start: Start) -> int:
+def train(state: State, run: Run, start: Start, held: contextlib.ExitStack) -> int:
     """Train from the state's step to max_steps, evaluate and save; return the exit status.
 
     In a step the host queues work and does not wait for the device. Batches are copied from pinned
@@ -127,6 +127,7 @@ def train(state: State, run: Run, start: Start) -> int:
     batches = micro_batches(run, start, state.step)
     log = Log(run, start.world.device, state.decoder.flops_per_token(), state.step)
     saver = open_saver(run, start, log)
+    held.callback(saver.wait)  # also after an error, before the next start may have the folder
     stop = dist.StopRequest(start.world)
     profiled = profile_steps(run, start, in_flight=[stop, saver])
     write_start(run, start, log)  # until here, only the lock is in the run folder
@@ -342,12 +343,12 @@ def command(argv: list[str]) -> int:
         gc.disable()  # on one rank it would delay all, so the loop collects on all ranks at once
         held.callback(gc.enable)
         run, start = start_run(argv, world, held)
-        status = train_or_evaluate(run, start)
+        status = train_or_evaluate(run, start, held)
     torch.distributed.destroy_process_group()
     return status
 
 
-def train_or_evaluate(run: Run, start: Start) -> int:
+def train_or_evaluate(run: Run, start: Start, held: contextlib.ExitStack) -> int:
     """Build and load the model, then train it, or with --eval_only evaluate it."""
     origin = start.origin
     if origin.step > run.max_steps or (origin.step == run.max_steps and start.is_evaluated):
@@ -364,7 +365,7 @@ def train_or_evaluate(run: Run, start: Start) -> int:
         return 0
     if start.world.device.type == "cpu":
         dist.keep_freed_memory()
-    return train(state, run, start)
+    return train(state, run, start, held)
 
 
 def main(argv: list[str]) -> int:

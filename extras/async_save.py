@@ -42,8 +42,15 @@ class AsyncSaver(checkpoint.Saver):
         waited = time.perf_counter() - began
         arguments = (state, manifest, problem, self.chunks, waited)
         # No daemon: if the run diverges, the process ends after this thread has finished.
-        self.thread = threading.Thread(target=self.write, args=arguments)
+        self.thread = threading.Thread(target=self.write_in_thread, args=arguments)
         self.thread.start()
+
+    def write_in_thread(self, *arguments) -> None:
+        """Write the files. The error of a lost or slow rank fails the save, as all others do."""
+        try:
+            self.write(*arguments)
+        except Exception as error:
+            self.failure = f"the save of step {arguments[1]['step']} was not finished: {error}"
 
     def wait(self) -> None:
         """Wait for the save in progress, if any."""

@@ -98,12 +98,6 @@ def test_a_tokenizer_file_may_drop_the_first_space_of_a_text(train, tokenizers, 
     assert sampled(words, *GREEDY, prompt="") == "the" + 9 * " the" + "\n"
 
 
-def test_a_model_whose_tokenizer_is_unknown_prints_ids(trained, tmp_path):
-    path = change(tmp_path / "step-00000002", last_checkpoint(trained), tokenizer=None)
-    ids = [int(token) for token in sampled(path, prompt="").split()]
-    assert len(ids) == 10 and len({*ids}) > 5 and max(ids) < 257
-
-
 # Fields of the manifest, of which a hostile one names a file elsewhere | what the error says
 REFUSED = """
 {"tokens_in_vocabulary": 258}    | 258 tokens

@@ -91,13 +91,15 @@ def train_run(
     dist.on_rank0(partial(Path(run.out).mkdir, parents=True, exist_ok=True))
     _, found = find_origin({"out": run.out}, world)
     start = open_start(run, found if found.path else origin, source, world)
-    with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
+    with contextlib.ExitStack() as held:
+        held.enter_context(contextlib.redirect_stdout(None))
+        held.enter_context(warnings.catch_warnings(action="ignore"))
         state = train.build(run, start.mesh, train.empty_model(run))
         train.load(state, start)
         state.model.eval()  # a fork's dropout would differ from mesh to mesh
         if seed:
             move_by_an_ulp(state.tensors["model"], seed)
-        if train.train(state, run, start) != 0:
+        if train.train(state, run, start, held) != 0:
             raise KeyboardInterrupt
     return dist.on_rank0(read_numbers, Path(run.out))
 

@@ -170,7 +170,7 @@ def small_files(path: Path, trained: Trained, encoding: Encoding | None) -> dict
     # As in sample.py, never draw ids that only pad the head.
     padding = range(trained.vocab_size, trained.config.vocab_size)
     generation = files.get("generation_config.json", files["config.json"])
-    suppressed = [*(generation.get("suppress_tokens") or ()), *padding]
+    suppressed = sorted({*(generation.get("suppress_tokens") or ()), *padding})
     files["generation_config.json"] = generation | {"suppress_tokens": suppressed or None}
     if encoding:
         files = {name: with_end(name, contents, encoding) for name, contents in files.items()}

@@ -129,6 +129,10 @@ def test_a_change_of_any_file_is_found(tmp_path):
     (tmp_path / "outside").write_bytes(b"contents")
     file.write_text(file.read_text().replace("my.json", "../../outside"))
     assert checkpoint.verify(path)
+    file.unlink()
+    file.symlink_to(file)  # it cannot be read, but may be intact, so no start may replace it
+    with pytest.raises(OSError):
+        checkpoint.verify(path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -263,8 +263,6 @@ other flags on a rank
 # Starts that only look
 finished
 copy:trained:run | | says step 2, max_steps is 2
-fewer steps than done
-copy:trained:run | --max_steps 1 | says step 2, max_steps is 1
 --eval_only on two ranks
 copy:trained:run | x2 --eval_only --strategy fsdp --micro_batch_size 3 | val 2
 --eval_only of other weights, with their flags
@@ -339,7 +337,6 @@ no tokenizer     | copy:tokens:data edit:data/meta.json:{"tokenizer":null} |\
 above a batch   | | x2 --micro_batch_size 8         | global_batch_size 8, micro_batch_size 8 x 2
 single          | | x2 --strategy single            | single, 1, 2
 three shards    | | x4 --strategy hsdp --dp_shard 3 | dp_shard 3, 4
-four shards     | | x2 --strategy hsdp --dp_shard 4 | dp_shard 4, 2
 shards of ddp   | | x2 --strategy ddp --dp_shard 2  | ddp, --dp_shard
 """
 

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 from rig import ROOT, PoolJob, arguments, full_tensors
 
@@ -62,6 +64,30 @@ def test_a_save_waits_for_the_one_before_and_leaves_collectives_of_training_alon
     for step in (1, 2):
         weight = full_tensors(checkpoint.step_path(tmp_path, step))["weight"]
         assert weight.eq(step).all()
+
+
+class LateSaver(AsyncSaver):
+    """Rank 1 begins to write only when rank 0 no longer waits for it."""
+
+    def write(self, *arguments) -> None:
+        time.sleep(3 * torch.distributed.get_rank())
+        super().write(*arguments)
+
+
+def save_late(run: Path) -> str:
+    """The error with which the last save ends on this rank."""
+    dist.join("cpu")
+    keep = dict(keep_last=1, keep_every=1, extra_files={})
+    saver = LateSaver(timedelta(seconds=1), run=run, report=lambda row, line: None, **keep)
+    saver.save({"weight": torch.ones(3)}, {"step": 1})
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        saver.close()
+    return str(error.value)
+
+
+def test_a_save_for_which_a_rank_is_too_late_fails_the_run(pool, tmp_path):
+    assert all("step 1" in line for line in pool(2, save_late, tmp_path))
+    assert checkpoint.list_checkpoints(tmp_path) == []
 
 
 DIVERGE = """
