@@ -412,8 +412,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
             if found != files[name]:
                 return f"{name} has changed since it was written: {found}, not {files[name]}"
     except Exception as error:  # damaged JSON can raise almost any
-        is_unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if isinstance(error, FormatError) or is_unreadable:
+        if isinstance(error, (FormatError, OSError)) and not isinstance(error, FileNotFoundError):
             raise  # it may be intact, so no start may replace it
         return f"{type(error).__name__}: {error}"
     return None

@@ -46,8 +46,8 @@ def test_a_token_folder_contains_its_tokenizer_file(tokens, tmp_path):
 
 
 HOSTILE = [{"dtype": "O"}, {"vocab_size": float("inf")}, {"train_tokens": None}]
-# There is a file of this name, but not in the folder.
-HOSTILE += [{"tokenizer": name} for name in (["bytes"], "secret", "../secret", "/secret")]
+# A file secret lies beside the folder; rank-0, inside it, could replace a file of a checkpoint.
+HOSTILE += [{"tokenizer": name} for name in (["bytes"], "secret", "../secret", "/secret", "rank-0")]
 HOSTILE += ["[]", "{}", "[" * 100_000, "\udcff"]
 
 
@@ -55,6 +55,7 @@ HOSTILE += ["[]", "{}", "[" * 100_000, "\udcff"]
 def test_a_hostile_folder_is_refused_in_one_line(tokens, tmp_path, change):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
     (tmp_path / "secret").touch()
+    (folder / "rank-0").touch()
     if isinstance(change, dict):
         change_meta(folder, **change)
     else:
