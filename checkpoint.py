@@ -396,8 +396,8 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
 
     Reads every `parts`-th file, from file number `part`, so that `parts` ranks can share the files.
-    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError, and OSError for a file
-    that is there, but cannot be read.
+    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError, and PermissionError
+    for a file that this user may not read.
     """
     try:
         files = read_manifest(path)["files"]
@@ -411,9 +411,9 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
                 found = {"bytes": file.tell(), "crc32": f"{crc:08x}"}
             if found != files[name]:
                 return f"{name} has changed since it was written: {found}, not {files[name]}"
+    except (FormatError, PermissionError):
+        raise  # it may be intact, so no start may replace it
     except Exception as error:  # damaged JSON can raise almost any
-        if isinstance(error, (FormatError, OSError)) and not isinstance(error, FileNotFoundError):
-            raise  # it may be intact, so no start may replace it
         return f"{type(error).__name__}: {error}"
     return None
 
