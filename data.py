@@ -210,8 +210,8 @@ def open_folder(path: Path) -> TokenFolder:
         tokenizer = meta["tokenizer"]
         if tokenizer not in (None, "bytes", "gpt2"):
             tokenizer = str(path.absolute() / Path(tokenizer).name)  # never outside of the folder
-            if Path(tokenizer).name.startswith(("rank-", "index.", "manifest.")):
-                raise ValueError(f"{tokenizer} has the name of a file of checkpoints")
+            if not Path(tokenizer).name.startswith("tokenizer"):  # it goes into checkpoints, too
+                raise ValueError(f"{tokenizer} is not named tokenizer.json")
         for contents in read_tokenizer_files(tokenizer).values():
             digest.update(contents)
     except Exception as error:  # damaged JSON can raise almost any

@@ -38,15 +38,15 @@ def change_meta(folder, **changes) -> None:
 
 def test_a_token_folder_contains_its_tokenizer_file(tokens, tmp_path):
     folder = shutil.copytree(tokens, tmp_path / "tokens")
-    change_meta(folder, tokenizer="my.json")
-    (folder / "my.json").write_bytes(b"IQ== 0")
+    change_meta(folder, tokenizer="tokenizer.json")
+    (folder / "tokenizer.json").write_bytes(b"IQ== 0")
     opened = data.open_folder(folder)
-    assert opened.tokenizer_files == {"my.json": b"IQ== 0"}
-    assert opened.tokenizer == str(folder / "my.json")
+    assert opened.tokenizer_files == {"tokenizer.json": b"IQ== 0"}
+    assert opened.tokenizer == str(folder / "tokenizer.json")
 
 
 HOSTILE = [{"dtype": "O"}, {"vocab_size": float("inf")}, {"train_tokens": None}]
-# A file secret lies beside the folder; rank-0, inside it, could replace a file of a checkpoint.
+# A file secret lies beside the folder; rank-0, inside it, would replace a file of a checkpoint.
 HOSTILE += [{"tokenizer": name} for name in (["bytes"], "secret", "../secret", "/secret", "rank-0")]
 HOSTILE += ["[]", "{}", "[" * 100_000, "\udcff"]
 
