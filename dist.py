@@ -494,7 +494,7 @@ def name_lost_rank(world: World) -> Iterator[None]:
     """
     answer_within = timedelta(seconds=10)
     group = torch.distributed.new_group(backend="gloo", timeout=world.timeout)
-    torch.distributed.monitored_barrier(group)  # connects rank 0 with all others: see `start`
+    torch.distributed.monitored_barrier(group)  # connects rank 0 with all others: see `join`
     # Later, rank 0 waits `answer_within` for each other rank, and they wait twice that.
     _set_pg_timeout(2 * answer_within, group)
     try:

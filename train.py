@@ -281,7 +281,7 @@ def open_saver(run: Run, start: Start, log: Log) -> checkpoint.Saver:
 def profile_steps(run: Run, start: Start, in_flight: list) -> Callable:
     """Return the context around step number n: a profiler's, or one that does nothing.
 
-    The profiler starts and stops once all of `in_flight`, which communicate in threads, wait.
+    The profiler starts and stops only after wait() of `in_flight`, which communicate in threads.
     """
     if not run.profile:
         return contextlib.nullcontext

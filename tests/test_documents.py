@@ -24,9 +24,8 @@ COMMANDS = ["train.py", "prepare.py", "sample.py"]
 COMMANDS += [name for name in MODULES if re.fullmatch("tools.(?!common|rehearse).*", name)]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Flags of sbatch, srun, lm_eval and pytest-xdist, and torchrun's since torch 2.13
-FLAGS_OF_OTHERS = """--nodes --time --signal --gpus-per-task --requeue --cpus-per-task
-    --gpus-per-node --kill-on-bad-exit --model_args --tasks --shutdown-timeout --ntasks-per-node
-    --dist"""
+FLAGS_OF_OTHERS = """--nodes --time --signal --gpus-per-task --requeue --cpus-per-task --dist
+    --gpus-per-node --kill-on-bad-exit --model_args --tasks --shutdown-timeout --ntasks-per-node"""
 
 
 @functools.cache

@@ -307,7 +307,6 @@ no data                | | --data {root}/no                | {root}/no, train.bi
 narrower model         | | --init_from {trained} --d_ff 80 | d_ff 64 -> 80
 # Files of flags
 wrong type   | write:mine.json:{"lr":"fast"} | --config {root}/mine.json | mine.json, lr, fast
-list         | write:mine.json:[1]           | --config {root}/mine.json | mine.json
 torn file    | write:mine.json:{"lr":1       | --config {root}/mine.json | mine.json
 # Folders that this run cannot continue
 file             | write:run:mine        |                                | {root}/run
