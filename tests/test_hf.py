@@ -213,7 +213,8 @@ def test_what_a_model_came_with_survives(transformers, tokenizers, pool, tmp_pat
     tokens = tmp_path / "tokens"
     prepare.prepare([__file__], tokens, f"{imported}/tokenizer.json")
     run = train_from(pool, imported, tokens, tmp_path / "run")
-    out = convert("export", run.out, tmp_path / "exported")
+    whole = convert("consolidate", run.out, tmp_path / "whole")
+    out = convert("export", whole, tmp_path / "exported")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (out / name).read_text().strip() == (source / name).read_text().strip(), name
     found = json.loads((out / "generation_config.json").read_text())

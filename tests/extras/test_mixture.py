@@ -34,6 +34,8 @@ def test_a_mixture_gives_the_same_numbers_on_two_ranks_and_after_a_resume(train,
     flags = "--data {a}:0.75,{b}:0.25 --schedule constant".format(**folders)
     one = train(1, f"{flags} --max_steps 6", "one")
     assert train(2, f"{flags} --strategy fsdp --max_steps 3", "two").status == 0
+    shares = "--data {a}:0.5,{b}:0.5".format(**folders)
+    assert train(2, f"{flags} {shares} --max_steps 6", "two").status == 2
     two = train(2, f"{flags} --strategy fsdp --max_steps 6", "two")
     assert (one.status, two.status) == (0, 0), two.error
     assert_close(two.out, one.out)
