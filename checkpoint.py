@@ -41,8 +41,7 @@ from torch.distributed.tensor import DTensor
 FORMAT = 3  # the version of the format of a run's files: see docs/reference.md
 SHARED = 2**16  # bytes: of smaller parts, one rank writes all, so that others' files stay closed
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
-DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -53,7 +52,7 @@ class CheckpointError(RuntimeError):
 
 
 class FormatError(CheckpointError):
-    """A checkpoint of other code, which must neither be passed over nor replaced."""
+    """A checkpoint of other code or another step: it must neither be passed over nor replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +388,8 @@ def read_manifest(path: Path) -> dict:
     found = manifest.get("format")
     if found != FORMAT:
         raise FormatError(f"{path} has format {found}, not {FORMAT}: use the code that wrote it")
+    if step_of(path) not in (None, manifest["step"]):
+        raise FormatError(f"{path} was saved as step {manifest['step']}: give it this number again")
     return manifest
 
 
@@ -396,8 +397,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """Compare a checkpoint with its manifest: return the first problem, or None.
 
     Reads every `parts`-th file, from file number `part`, so that `parts` ranks can share the files.
-    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError, and PermissionError
-    for a file that this user may not read.
+    CRC-32 detects damage, not forgery, at about 1 GB/s. Raises FormatError and PermissionError.
     """
     try:
         files = read_manifest(path)["files"]

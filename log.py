@@ -240,9 +240,9 @@ def has_saved(out: Path) -> bool:
 
 
 def has_evaluation(out: Path, step: int) -> bool:
-    """Whether the log has an evaluation of `step`, which no later start has made void."""
+    """Whether the log has a finite evaluation of `step`, which no later start has made void."""
     for row in reversed(read_rows(out / "metrics.jsonl")):
-        if "val_loss" in row and row.get("step") == step:
+        if row.get("val_loss") is not None and row["step"] == step:
             return True
         if row.get("event") == "start" and row["step"] < step:
             return False

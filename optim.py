@@ -25,7 +25,7 @@ class Settings:
 
     max_steps: Annotated[int, "free", "optimizer steps of the run", (1,)] = 400
     lr: Annotated[float | None, "part", "peak learning rate (default: 0.5 / d_model)", (0,)] = None
-    min_lr: Annotated[float, "part", "learning rate at step max_steps + 1", (0,)] = 0.0
+    min_lr: Annotated[float, "part", "learning rate at the end of the decay", (0,)] = 0.0
     warmup_steps: Annotated[int, "part", "steps of linear warm-up from 0 to lr", (0,)] = 100
     schedule: Annotated[Literal[tuple(SCHEDULES)], "part", "decay from lr to min_lr"] = "linear"
     optimizer: Annotated[Literal["adamw", "muon"], "part", "muon: for blocks' matrices"] = "adamw"

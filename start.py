@@ -161,7 +161,8 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     named = Path(typed["out"])
     if evaluates and typed.get("init_from"):
         named = Path(typed["init_from"])
-    run_folder = named.parent.parent if named.parent.name == "checkpoints" else named
+    in_run = named.parent.name == "checkpoints" and dist.on_rank0((named / "manifest.json").exists)
+    run_folder = named.parent.parent if in_run else named
     file = run_folder / "config.json"
     flags = dist.on_rank0(lambda: config.read_flags(file) if file.exists() else {}) | typed
     continues = not evaluates and dist.on_rank0(checkpoint.list_checkpoints, named) != []
@@ -178,7 +179,7 @@ def find_origin(typed: dict, world: dist.World) -> tuple[Config, Origin]:
     parts = [name for name, kind in KINDS.items() if kind == "part" and name not in SIZE_FLAGS]
     inherited = parts if continues else ["model"]
     defaults = {name: recorded[name] for name in inherited if name in recorded}
-    if defaults.get("model") not in SIZES:  # "imported", or of other code
+    if defaults.get("model") not in SIZES:  # "imported"
         defaults.pop("model", None)
     flags = defaults | flags
     ours = ("rank-", "index.", "tokenizer")  # all other files are kept in the run's checkpoints

@@ -45,8 +45,7 @@ from start import Start, describe_start, start_run, write_config
 #
 #     run      the flags, and what follows from them (config.py)
 #     state    what a step changes
-#     start    the place of this process, and what it has opened: its rank and device, the mesh, the
-#              data, the checkpoint to load (start.py)
+#     start    this process's rank and device, the mesh, the data, the checkpoint (start.py)
 
 
 @dataclass

@@ -185,8 +185,9 @@ copy:trained:run | --max_steps 3 | steps 1 2 3; like; says step-00000002, max_st
 copy of one checkpoint
 copy:trained:run remove:run/*.json* remove:run/*/*1 | --max_steps 4 |\
     steps 3 4; evaluated 2 3 4; like
-checkpoint of another format, which other code can read
+checkpoint of another format, which other code can read, or of another step
 copy:trained:run edit:run/*/*2/manifest.json:{"format":2} | x2 | status 1; says step-00000002
+edit:run/*/*2/manifest.json:{"format":3,"step":1} | | status 1; says step-00000002
 no checkpoint yet
 copy:trained:run remove:run/metrics* remove:run/checkpoints edit:run/config.json:{"max_steps":3} |\
     bare | steps 1 2 3; like
@@ -261,8 +262,8 @@ copy:tokens:data edit:data/meta.json:{"tokenizer":null} |\
 other flags on a rank
 | x2 --lr 0.00{rank}3 | steps 1 2; lr 0.0003
 # Starts that only look
-finished
-copy:trained:run | | says step 2, max_steps is 2
+finished, in a folder whose name is also that of the folder of checkpoints
+copy:trained:checkpoints/run | bare --out {root}/checkpoints/run | says step 2, max_steps is 2
 --eval_only on two ranks
 copy:trained:run | x2 --eval_only --strategy fsdp --micro_batch_size 3 | val 2
 --eval_only of other weights, with their flags

@@ -200,6 +200,12 @@ def test_too_many_skipped_updates_end_a_run_that_saves_no_such_weights(train):
     assert run.steps() == []
 
 
+def test_a_validation_loss_that_is_not_finite_ends_each_start_of_a_run(train):
+    for _ in range(2):
+        run = train(1, "--lr 1e17 --max_steps 1")
+        assert (run.status, run.steps()) == (1, [1])
+
+
 # --------------------------------------------------------------------------------------------------
 # The model
 
