@@ -38,7 +38,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-FORMAT = 3  # the version of the format of a run's files: see docs/reference.md
+FORMAT = 4  # the version of the format of a run's files: see docs/reference.md
 SHARED = 2**16  # bytes: of smaller parts, one rank writes all, so that others' files stay closed
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
@@ -63,7 +63,7 @@ class Settings:
     keep_last: Annotated[int, "free", "latest checkpoints to keep; 0: save nothing", (0,)] = 2
     keep_every: Annotated[int, "free", "also keep steps N, 2N, 3N, ...; 0: none", (0,)] = 0
     async_save: Annotated[bool, "free", "write checkpoints while training continues"] = False
-    init_from: Annotated[str | None, "free", "start from the weights at this path"] = None
+    init_from: Annotated[str | None, "part", "start from the weights at this path"] = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -385,9 +385,11 @@ def read_manifest(path: Path) -> dict:
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (FileNotFoundError, ValueError) as error:
         raise CheckpointError(f"{path}/manifest.json is missing or damaged: {error}") from None
-    found = manifest.get("format")
-    if found != FORMAT:
-        raise FormatError(f"{path} has format {found}, not {FORMAT}: use the code that wrote it")
+    if manifest.get("format") != FORMAT:
+        raise FormatError(f"{path} has not format {FORMAT}: use the code that wrote it")
+    crc = manifest.pop("crc32", None)
+    if crc != zlib.crc32(json.dumps(manifest).encode()):
+        raise CheckpointError(f"{path}/manifest.json has changed since it was written")
     if step_of(path) not in (None, manifest["step"]):
         raise FormatError(f"{path} was saved as step {manifest['step']}: give it this number again")
     return manifest
@@ -448,6 +450,7 @@ def hide(path: Path) -> Path:
 def complete(work: Path, path: Path, manifest: dict) -> None:
     """Turn the temporary folder `work` into the checkpoint `path`."""
     manifest = {**manifest, "format": FORMAT, "torch": torch.__version__}
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())  # of all that comes before it
     write_file(work / "manifest.json", [json.dumps(manifest, indent=2).encode()])
     sync(work)
     if path.exists():  # it is damaged, or the run would have continued from it

@@ -84,10 +84,9 @@ def execute(program: str, command: Callable, *arguments) -> int:
 def hold_lock(path: Path, wait: float = 0.0) -> Iterator[None]:
     """A context in which only this process holds the file `path`, which it creates.
 
-    The kernel releases the lock when its process ends, even by kill -9. A child process does not
-    inherit it, and it works between hosts on NFS and Lustre. In the end the file is removed, and
-    its folder if nothing else is there. Raises UsageError if another process holds the lock for
-    more than `wait` seconds, because one that was killed keeps it until its last thread has ended.
+    The kernel frees it when the process ends, even by kill -9, and also between hosts on NFS.
+    In the end the file is removed, and its folder if nothing else is there. Raises UsageError if
+    another process holds it for over `wait` seconds: a killed one does until its last thread ends.
     """
     deadline = time.monotonic() + wait
     try:

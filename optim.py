@@ -234,10 +234,8 @@ class Optimizer:
         columns["update_ratio"] = columns["update_norm"] / columns["weight_norm"]
         columns["clipped"] = clipped.float()
         table = torch.stack(list(columns.values()), dim=1)  # (n, columns)
-        rows = []
-        for name, values in zip(self.parameters, table.tolist()):
-            rows.append({"parameter": name, **dict(zip(columns, values))})
-        return rows
+        rows = zip(self.parameters, table.tolist())
+        return [{"parameter": name, **dict(zip(columns, values))} for name, values in rows]
 
     def state(self) -> dict:
         """The live tensors, by their names in a checkpoint, to save or to fill in place."""

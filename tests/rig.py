@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -523,6 +524,14 @@ def flip(file: Path, place: int) -> None:
     contents = bytearray(file.read_bytes())
     contents[place] ^= 4
     file.write_bytes(contents)
+
+
+def edit_manifest(file: Path, fields: dict) -> None:
+    """Change fields of a manifest, and its checksum."""
+    manifest = json.loads(file.read_text()) | fields
+    del manifest["crc32"]
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    file.write_text(json.dumps(manifest))
 
 
 def copy_with(folder: Path, *changes: tuple[str, str, str]) -> Path:

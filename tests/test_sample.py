@@ -28,8 +28,7 @@ def trained(pool, tokens, tmp_path_factory) -> Path:
 def change(folder: Path, source: Path, **fields) -> Path:
     """Copy a checkpoint and change fields of the manifest."""
     shutil.copytree(source, folder)
-    manifest = checkpoint.read_manifest(source) | fields
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    rig.edit_manifest(folder / "manifest.json", fields)
     return folder
 
 

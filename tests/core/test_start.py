@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rig import SMALL, Run, cells, run_command, snapshot, write_tokens
+from rig import SMALL, Run, cells, edit_manifest, run_command, snapshot, write_tokens
 
 # The learning rate is constant, so that a run which ends and continues takes the same steps as one
 # that does neither.
@@ -61,7 +61,10 @@ def change(place: Place, text: str) -> None:
             (root / name).write_text(contents)
         case "edit", pattern, fields:  # of a JSON file
             (path,) = root.glob(pattern)
-            path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(fields)))
+            if path.name == "manifest.json":
+                edit_manifest(path, json.loads(fields))
+            else:
+                path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(fields)))
         case "cut", name, count:  # a file of tokens, as a full disk does
             os.truncate(root / name, 2 * int(count))
         case _:
@@ -187,7 +190,7 @@ copy:trained:run remove:run/*.json* remove:run/*/*1 | --max_steps 4 |\
     steps 3 4; evaluated 2 3 4; like
 checkpoint of another format, which other code can read, or of another step
 copy:trained:run edit:run/*/*2/manifest.json:{"format":2} | x2 | status 1; says step-00000002
-edit:run/*/*2/manifest.json:{"format":3,"step":1} | | status 1; says step-00000002
+edit:run/*/*2/manifest.json:{"format":4,"step":1} | | status 1; says step-00000002
 no checkpoint yet
 copy:trained:run remove:run/metrics* remove:run/checkpoints edit:run/config.json:{"max_steps":3} |\
     bare | steps 1 2 3; like
@@ -319,7 +322,8 @@ every size       | copy:trained:run | --allow_changes --model olmo-1b --n_layer 
     n_kv_head 2 -> 1, d_model 32 -> 64, d_ff 64 -> 80
 every other part | copy:trained:run | x2 --lr 0.5 --min_lr 0.1 --warmup_steps 2 --schedule linear\
     --optimizer muon --weight_decay 0.2 --beta1 0.5 --beta2 0.6 --clip adaptive --max_grad_norm 2\
-    --max_grad_norm_ratio 3 --seed 1 --seq_len 8 --dtype bfloat16 --global_batch_size 16 |\
+    --max_grad_norm_ratio 3 --seed 1 --seq_len 8 --dtype bfloat16 --global_batch_size 16\
+    --init_from {trained} | init_from None -> {trained},\
     lr 0.003 -> 0.5, min_lr 0.0 -> 0.1, warmup_steps 1 -> 2, schedule constant -> linear,\
     optimizer adamw -> muon, weight_decay 0.1 -> 0.2, beta1 0.9 -> 0.5, beta2 0.95 -> 0.6,\
     clip norm -> adaptive, max_grad_norm 1.0 -> 2.0, max_grad_norm_ratio 2.0 -> 3.0, seed 0 -> 1,\
