@@ -218,7 +218,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """
     found = [path] if (path / "manifest.json").is_file() else checkpoint.list_checkpoints(path)
     if not found:
-        raise UsageError(f"{path} contains no checkpoint: name a run folder or a checkpoint")
+        raise UsageError(f"{path} is neither a checkpoint nor a run folder with checkpoints")
     return found
 
 

@@ -91,7 +91,11 @@ def load_encoding(name: str) -> Encoding:
             "bytes", pat_str=pattern, mergeable_ranks=ranks, special_tokens=ends
         )
     if name == "gpt2":
-        return tiktoken.get_encoding("gpt2")
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as error:
+            hint = "set TIKTOKEN_CACHE_DIR to a folder that has it, or name a tokenizer.json"
+            raise OSError(f"gpt2 cannot be downloaded: {hint} ({error})") from None
     path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     try:
         end = None

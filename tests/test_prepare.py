@@ -81,7 +81,7 @@ def test_every_source_gives_the_same_documents(tmp_path, kind):
     assert meta["documents"]["val"] < 0.5 * len(TEXTS)
 
 
-def test_a_folder_gives_its_text_files_in_order(tmp_path):
+def test_a_folder_gives_its_text_files_in_order(tmp_path, capsys):
     """What `git clone` and `hf download` leave beside the data is no text.
 
     In the cache of the Hub, files are links to blobs, whose names say nothing.
@@ -95,8 +95,10 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path):
     (tmp_path / "in/empty.txt").touch()
     (tmp_path / "in/blob").write_bytes(json_lines(["linked"]))
     (tmp_path / "in/z.jsonl").symlink_to("blob")
+    (tmp_path / "in/a/around").symlink_to("..")
     out = run(tmp_path / "out", tmp_path / "in", val_fraction=1e-9)
     assert documents_of(out) == [*kept, "linked"]
+    assert f"{tmp_path}/in/a/around" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -415,13 +416,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise UsageError(f"{out} exists: remove it or choose another name")
-    work = checkpoint.temporary(out)
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
-        work.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        work = Path(folder, out.name)
+        work.mkdir()
         yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 COMMANDS = {"export": export_model, "import": import_model, "consolidate": consolidate}
