@@ -7,6 +7,7 @@ hundreds of steps.
 import math
 import os
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from rig import (
 from torch import Tensor
 
 import optim
+import train
 
 FSDP = "--strategy fsdp --wrap block"
 
@@ -58,6 +60,22 @@ def test_nan_in_the_shard_of_rank_1_skips_the_update_on_all(on_ranks):
     assert [math.isnan(norm) for norm, _ in expected] == [False, False, True, False, False]
     for found in on_ranks(2, steps_with_nan, FSDP, 1):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def problem_of_a_save(argv: list[str], rank: int) -> str | None:
+    """Save while this rank's part of a weight is infinite; return what prevents that."""
+    built = build_run(argv)
+    if torch.distributed.get_rank() == rank:
+        optim.local(built.state.tensors["model"]["norm.weight"]).fill_(math.inf)
+    problems = []
+    saver = SimpleNamespace(save=lambda state, manifest, problem: problems.append(problem))
+    train.save(built.state, built.run, saver)
+    return problems[0]
+
+
+def test_an_infinite_weight_on_rank_1_prevents_a_save_on_all(on_ranks):
+    assert all(on_ranks(2, problem_of_a_save, FSDP, 1))
+    assert on_ranks(2, problem_of_a_save, FSDP, None) == [None, None]
 
 
 # --------------------------------------------------------------------------------------------------
