@@ -195,6 +195,8 @@ def test_too_many_skipped_updates_end_a_run_that_saves_no_such_weights(train):
     assert run.status == 1
     assert run.rows()[-1]["step"] == 101
     assert run.rows()[-1]["skipped_in_a_row"] == 100
+    waits = [row["data_wait"] for row in run.rows()]
+    assert waits != sorted(waits)  # each is that of one row
     failed = [row["step"] for row in run.rows("event") if row["event"] == "checkpoint_failed"]
     assert failed == [25, 50, 75, 100]
     assert run.steps() == []
