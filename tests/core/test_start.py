@@ -261,6 +261,9 @@ weights, but the default learning rate
 weights of another tokenizer, with --allow_changes
 copy:tokens:data edit:data/meta.json:{"tokenizer":null} |\
     --init_from {trained} --data {root}/data --allow_changes | steps 1 2; says bytes -> None
+# A process that torchrun did not start is alone on its host
+hsdp
+| --strategy hsdp | steps 1 2; like
 # Ranks that were started with different flags use those of rank 0
 other flags on a rank
 | x2 --lr 0.00{rank}3 | steps 1 2; lr 0.0003
