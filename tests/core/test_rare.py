@@ -7,6 +7,7 @@ hundreds of steps.
 import math
 import os
 import resource
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from rig import (
 )
 from torch import Tensor
 
+import dist
 import optim
 import train
 
@@ -107,6 +109,22 @@ def test_a_write_that_fails_on_rank_1_loses_no_checkpoint(on_ranks, train):
     again = train(2, flags)
     assert (again.status, again.steps()) == (0, [2, 4, 6]), again.error
     assert_same_bits(again.out, whole.out)
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals after a run
+
+
+def handlers_before_and_after(argv: list[str]) -> list[list]:
+    """The handlers of all signals that stop a run, before train.command and after it."""
+    before = [*map(str, map(signal.getsignal, dist.StopRequest.SIGNALS))]
+    assert run_command(argv)[0] == 0
+    return [before, [*map(str, map(signal.getsignal, dist.StopRequest.SIGNALS))]]
+
+
+def test_a_process_gets_its_signals_back_when_a_run_ends(on_ranks):
+    ((before, after),) = on_ranks(1, handlers_before_and_after, "")
+    assert after == before
 
 
 # --------------------------------------------------------------------------------------------------
