@@ -84,9 +84,9 @@ def execute(program: str, command: Callable, *arguments) -> int:
 def hold_lock(path: Path, wait: float = 0.0) -> Iterator[None]:
     """A context in which only this process holds the file `path`, which it creates.
 
-    The kernel frees it when the process ends, even by kill -9, and also between hosts on NFS.
-    In the end the file is removed, and its folder if nothing else is there. Raises UsageError if
-    another process holds it for over `wait` seconds: a killed one does until its last thread ends.
+    The kernel frees it when the process ends, even by kill -9, on NFS and Lustre as well. In the
+    end the file is removed, and its folder if nothing else is there. Raises UsageError if another
+    process holds it for more than `wait` seconds: a killed one does, until its last thread ends.
     """
     deadline = time.monotonic() + wait
     try:

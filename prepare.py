@@ -124,9 +124,9 @@ def files_in(
 
     files, skipped = [], 0
     for place, subfolders, names in os.walk(folder, onerror=fail):
+        subfolders[:] = [name for name in subfolders if name[0] != "." and name not in left_out]
         for link in filter(os.path.islink, (Path(place, name) for name in subfolders)):
             print(f"{link}: a link to a folder is not followed")
-        subfolders[:] = [name for name in subfolders if name[0] != "." and name not in left_out]
         for name in names:
             if name[0] != "." and name.lower().endswith(suffixes):
                 files.append(Path(place, name))
