@@ -283,7 +283,7 @@ def clip_adaptive(
     factors = torch.where(clipped, limits / norms, 1.0)
     torch._foreach_mul_(gradients, factors.unbind())
     averages = averages.lerp(norms * factors, 1 - max(settings.beta1, settings.beta2))
-    assign_unless(skip, optimizer.norm_average, averages)
+    optimizer.norm_average.copy_(torch.where(skip, optimizer.norm_average, averages))
     return torch.ones_like(norms[0]), clipped
 
 
@@ -323,11 +323,6 @@ def learning_rate(step: int, settings: Settings) -> float:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; the tensor itself if it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def assign_unless(skip: Tensor, tensor: Tensor, value: Tensor) -> None:
-    """Set a tensor in place, unless `skip`, a 0-d bool on the device, is true."""
-    tensor.copy_(torch.where(skip, tensor, value))
 
 
 def num_shards(parameter: Tensor) -> int:
