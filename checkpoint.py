@@ -385,8 +385,8 @@ def read_manifest(path: Path) -> dict:
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (FileNotFoundError, ValueError) as error:
         raise CheckpointError(f"{path}/manifest.json is missing or damaged: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise FormatError(f"{path} has not format {FORMAT}: use the code that wrote it")
+    if (found := manifest.get("format")) != FORMAT:
+        raise FormatError(f"{path} has format {found}, not {FORMAT}: use the code that wrote it")
     crc = manifest.pop("crc32", None)
     if crc != zlib.crc32(json.dumps(manifest).encode()):
         raise CheckpointError(f"{path}/manifest.json has changed since it was written")
