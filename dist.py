@@ -26,7 +26,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -98,7 +98,7 @@ def join(device: str = "auto", timeout: timedelta = torch.distributed.default_pg
         rank=rank,
         world_size=size,
         timeout=timeout,
-        # No device_id: init_device_mesh would call split_group, which has crashed for a group of
+        # No device_id: other groups would be split from this one, which has crashed for a group of
         # two backends. So NCCL connects at its first collective.
     )
     return World(
@@ -191,10 +191,15 @@ def mesh_shape(
 
 def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     """Create the mesh over all ranks; collectives on every axis have the world's timeout."""
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES)
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(world.timeout, group)  # init_device_mesh takes none
-    return mesh
+    ranks = torch.arange(world.size).view(shape)
+    groups = []  # of this rank; those of init_device_mesh might wait hours for a rank to connect
+    for axis, size in enumerate(shape):
+        group = torch.distributed.group.WORLD  # for an axis of all ranks
+        if size < world.size:
+            members = ranks.movedim(axis, -1).reshape(-1, size).tolist()  # of each group
+            group, _ = torch.distributed.new_subgroups_by_enumeration(members, world.timeout)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=AXES)
 
 
 def dp_rank(mesh: DeviceMesh) -> int:

@@ -1,10 +1,12 @@
 """From a command line and processes to ranks on a mesh, and how a command ends."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -98,18 +100,29 @@ def test_ranks_that_torchrun_restarts_do_not_read_the_addresses_of_dead_ones(poo
     assert pool(1, join_again, variables(0, 2, free_port())) == [[False, True, False]]
 
 
-def timeouts_of_groups() -> list[float]:
-    """The seconds for which a collective on each axis of a mesh waits for its ranks."""
-    world = dist.join("cpu", timedelta(seconds=77))
-    groups = dist.make_mesh(world, (2, 2, 1)).get_all_groups()
+def seconds_until_absent_ranks_are_missed() -> float:
+    """How long ranks 0 and 3 wait for ranks 1 and 2 in the first collective of their groups."""
+    world = dist.join("cpu", timedelta(seconds=60))
+    dist.on_all_ranks(int)
+    impatient = dataclasses.replace(world, timeout=timedelta(seconds=2))
+    # Which of two ranks connects to the other depends on their ports, so several meshes are made.
+    meshes = [dist.make_mesh(impatient, (2, 2, 1)) for _ in range(4)]
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in ("dp_replicate", "dp_shard")]
+    began = time.monotonic()
+    if world.rank in (0, 3):
+        sums = [torch.distributed.all_reduce(torch.ones(1), group=g, async_op=True) for g in groups]
+        for waiting in sums:
+            with pytest.raises(RuntimeError, match="gloo/"):
+                waiting.wait()
+    seconds = time.monotonic() - began
     dist.on_all_ranks(int)  # no rank exits while another one connects
-    # There is no public way to read a group's timeout.
-    backends = [group._get_backend(world.device) for group in groups]
-    return [backend.options._timeout.total_seconds() for backend in backends]
+    return seconds
 
 
-def test_the_groups_of_a_mesh_have_the_timeout_of_the_world(pool):
-    assert pool(4, timeouts_of_groups) == [[77, 77, 77]] * 4
+def test_a_mesh_waits_for_a_rank_as_long_as_its_world_says(pool):
+    """gloo waits for a connection five times as long as for a collective."""
+    first, *_, last = pool(4, seconds_until_absent_ranks_are_missed)
+    assert 2 <= first < 20 and 2 <= last < 20
 
 
 # --------------------------------------------------------------------------------------------------
