@@ -190,6 +190,7 @@ copy:trained:run remove:run/*.json* remove:run/*/*1 | --max_steps 4 |\
     steps 3 4; evaluated 2 3 4; like
 checkpoint of another format, which other code can read, or of another step
 copy:trained:run edit:run/*/*2/manifest.json:{"format":2} | x2 | status 1; says step-00000002
+edit:run/*/*2/manifest.json:{"format":9} | | status 1; says step-00000002
 edit:run/*/*2/manifest.json:{"format":4,"step":1} | | status 1; says step-00000002
 no checkpoint yet
 copy:trained:run remove:run/metrics* remove:run/checkpoints edit:run/config.json:{"max_steps":3} |\
