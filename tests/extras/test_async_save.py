@@ -32,6 +32,8 @@ def test_a_stopped_run_finishes_its_save_and_continues_from_it(train, tokens, tm
     continued = train(2, f"{flags} --async_save")
     assert continued.status == 0, continued.error
     assert continued.steps() == whole.steps() == [*range(1, 21)]
+    for row in continued.rows("blocking_seconds"):
+        assert 0 < row["blocking_seconds"] < row["seconds"] < 60
     for step in (*range(1, 11), 20):
         found, expected = (
             full_tensors(checkpoint.step_path(run.out, step)) for run in (continued, whole)
