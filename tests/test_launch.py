@@ -32,6 +32,7 @@ RUNS = """
 | 1 1 H200 | dtype=bfloat16 peak_tflops=989
 --dtype float32                     | 1 1 H200 | peak_tflops=None
 --tp 8                              | 8 4      | strategy=single dp_size=1 micro_batch_size=16
+--strategy fsdp                     | 16 8     | dp_shard=16 micro_batch_size=1
 --strategy hsdp                     | 8 4      | dp_replicate=2 dp_shard=4 tokens_per_step=2048
 --strategy hsdp --dp_shard 2        | 8 8      | dp_replicate=4 dp_shard=2
 --strategy hsdp --tp 2              | 16 8     | dp_replicate=2 dp_shard=4 dp_size=8
