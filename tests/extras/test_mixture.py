@@ -66,10 +66,13 @@ def test_a_mixture_reads_its_folders_in_exact_shares(shares, tmp_path):
         write_folder(tmp_path / str(i), 50 * i, 20 + i)
         items.append(f"{tmp_path}/{i}:{(share - 0.4) / 1000:.4f}")  # rounded to thousandths
     source = mixtures.open_mixture(",".join(items))
-    read = source.open("train", 16, 5)[[*range(2000)]][:, 0]
+    dataset = source.open("train", 16, 5)
+    read = dataset[[*range(2000)]][:, 0]
     turns = read // 50
     counts = np.cumsum(np.eye(len(shares))[turns], axis=0)  # (2000, folders)
     assert [counts[999].tolist(), counts[1999].tolist()] == [shares, [2 * n for n in shares]]
+    # Its first epoch ends as soon as a folder has been read to its end.
+    assert len(dataset) == min((20 + i) * 1000 // share for i, share in enumerate(shares))
     due = np.arange(1, 2001)[:, None] * np.array(shares) / 1000
     assert abs(counts - due).max() < 2
     for i, share in enumerate(shares):
