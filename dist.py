@@ -196,7 +196,7 @@ def make_mesh(world: World, shape: tuple[int, int, int]) -> DeviceMesh:
     for axis, size in enumerate(shape):
         group = torch.distributed.group.WORLD  # for an axis of all ranks
         if size < world.size:
-            members = ranks.movedim(axis, -1).reshape(-1, size).tolist()  # of each group
+            members = ranks.movedim(axis, -1).reshape(-1, size).tolist()  # as [[0, 1], [2, 3]]
             group, _ = torch.distributed.new_subgroups_by_enumeration(members, world.timeout)
         groups.append(group)
     return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=AXES)

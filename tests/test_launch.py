@@ -104,7 +104,7 @@ def test_ranks_that_torchrun_restarts_do_not_read_the_addresses_of_dead_ones(poo
 def seconds_until_absent_ranks_are_missed() -> float:
     """How long ranks 0 and 3 wait for ranks 1 and 2 in the first collective of their groups."""
     world = dist.join("cpu", timedelta(seconds=60))
-    dist.on_all_ranks(int)
+    dist.on_all_ranks(int)  # then no rank waits 2 s for another one that still joins
     impatient = dataclasses.replace(world, timeout=timedelta(seconds=2))
     # Which of two ranks connects to the other depends on their ports, so several meshes are made.
     meshes = [dist.make_mesh(impatient, (2, 2, 1)) for _ in range(4)]
